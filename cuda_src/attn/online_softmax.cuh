@@ -1,0 +1,102 @@
+// Softmax over blocks of keys (FlashAttention-2, Algorithm 1, lines 9-10 and 12), in base 2, one state for each of a lane's rows.
+//
+// Any reference r gives the same softmax: p = 2^(s - r), normalised by the sum of p. The paper takes the running maximum, so
+// that every block rescales the output. Here r stays where it is until a score exceeds it by kSlack: p is then at most
+// 2^kSlack, harmless in fp32 sums and in any element type, and rescaling becomes rare (the idea is FlashAttention-4's).
+#pragma once
+
+#include "common/types.cuh"
+#include "isa.cuh"
+
+namespace hfc {
+
+template <int kRows>
+struct OnlineSoftmax {
+  static constexpr float kSlack = 8.0f;
+
+  float reference[kRows];  // base 2, the same in the four lanes of a quad
+  float sum[kRows];        // of this lane's columns only until finish()
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      reference[row] = -kFloatMax;  // finite, so that hidden scores (-inf) minus it stay -inf
+      sum[row] = 0.0f;
+    }
+  }
+
+  // Scores become probabilities relative to the reference; `out` follows when the reference moves.
+  template <int kM, int kN, int kNV>
+  __device__ __forceinline__ void update(float (&scores)[kM][kN][4], float (&out)[kM][kNV][4]) {
+    float highest[kRows];
+    bool exceeds = false;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      highest[row] = row_maximum(scores[row / 2], row % 2);
+      exceeds |= highest[row] > reference[row] + kSlack;
+    }
+    if (warp_any(exceeds)) raise_reference(highest, out);
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int j = 0; j < kN; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = 2 * i + e / 2;
+          scores[i][j][e] = exp2_fast(scores[i][j][e] - reference[row]);
+          sum[row] += scores[i][j][e];
+        }
+  }
+
+  // Normalises `out`; sum becomes the whole row's.
+  template <int kM, int kNV>
+  __device__ __forceinline__ void finish(float (&out)[kM][kNV][4]) {
+    quad_sum(sum);
+    float factors[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) factors[row] = sum[row] == 0.0f ? 0.0f : 1.0f / sum[row];
+    scale_rows(out, factors);
+  }
+
+  // Natural logarithm of the row's denominator; -inf for a row without keys. Call after finish().
+  __device__ __forceinline__ float lse(int row) const {
+    return sum[row] == 0.0f ? bits_float(0xff800000u) : (reference[row] + log2_fast(sum[row])) * kLn2;
+  }
+
+ private:
+  template <int kN>
+  __device__ __forceinline__ static float row_maximum(const float (&scores)[kN][4], int half) {
+    float highest = scores[0][2 * half];
+#pragma unroll
+    for (int j = 0; j < kN; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) highest = max_float(highest, scores[j][2 * half + e]);
+    return highest;
+  }
+
+  template <int kM, int kNV>
+  __device__ __forceinline__ void raise_reference(float (&highest)[kRows], float (&out)[kM][kNV][4]) {
+    quad_max(highest);
+    float factors[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const float raised = max_float(highest[row], reference[row]);
+      factors[row] = exp2_fast(reference[row] - raised);
+      reference[row] = raised;
+      sum[row] *= factors[row];
+    }
+    scale_rows(out, factors);
+  }
+
+  template <int kM, int kNV>
+  __device__ __forceinline__ static void scale_rows(float (&out)[kM][kNV][4], const float (&factors)[kRows]) {
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int j = 0; j < kNV; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[i][j][e] *= factors[2 * i + e / 2];
+  }
+};
+
+}  // namespace hfc

@@ -1,0 +1,19 @@
+// Global to shared copies. Nothing is asynchronous here: the barriers that a GPU needs order these copies too.
+#pragma once
+
+#include "common/types.cuh"
+#include "thread.cuh"
+
+namespace hfc {
+
+__device__ __forceinline__ Chunk load_global_chunk(const void* source) { return read<Chunk>(source); }
+__device__ __forceinline__ void store_global_chunk(void* target, Chunk c) { std::memcpy(target, &c, sizeof(c)); }
+
+__device__ __forceinline__ void copy_async(SharedPtr target, const void* source, bool valid) {
+  store_shared(target, valid ? load_global_chunk(source) : Chunk{});
+}
+__device__ __forceinline__ void copy_async_commit() {}
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {}
+
+}  // namespace hfc

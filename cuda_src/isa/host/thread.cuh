@@ -1,0 +1,95 @@
+// Threads, barriers, warp exchanges, shared memory addresses.
+#pragma once
+
+#include <cstring>
+
+#include "common/types.cuh"
+#include "launch.h"
+
+namespace hfc {
+
+using SharedPtr = char*;
+
+constexpr int kSharedGap = 64;  // between shared arrays, poisoned for the address sanitizer
+
+__device__ __forceinline__ SharedPtr shared_base() { return host::Block::current->shared(); }
+inline void mark_shared_gap(SharedPtr gap) {
+#ifdef HFC_ADDRESS_SANITIZER
+  __asan_poison_memory_region(gap, kSharedGap);
+#endif
+  (void)gap;
+}
+
+__device__ __forceinline__ int thread_id() { return host::Block::current->thread(); }
+__device__ __forceinline__ int lane_id() { return thread_id() % kWarpSize; }
+__device__ __forceinline__ int warp_id() { return thread_id() / kWarpSize; }
+__device__ __forceinline__ int64 block_id() { return host::Block::current->block(); }
+
+inline void sync_threads() { host::Block::current->sync(); }
+inline void sync_warp() {
+  host::Block::current->warp_collective(nullptr, [](void**) {});
+}
+
+// Every lane's value is replaced by `reduce` of the values of its group: the lanes that differ only in the bits of `mask`.
+template <int kMask, typename T, int kCount, typename Reduce>
+inline void exchange(T (&values)[kCount], Reduce reduce) {
+  host::Block::current->warp_collective(values, [&](void** lanes) {
+    for (int i = 0; i < kCount; ++i) {
+      T before[kWarpSize];
+      for (int lane = 0; lane < kWarpSize; ++lane) before[lane] = static_cast<T*>(lanes[lane])[i];
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        T result = before[lane];
+        for (int other = 0; other < kWarpSize; ++other)
+          if (other != lane && (other & ~kMask) == (lane & ~kMask)) result = reduce(result, before[other]);
+        static_cast<T*>(lanes[lane])[i] = result;
+      }
+    }
+  });
+}
+
+template <int kCount>
+inline void quad_max(float (&values)[kCount]) {
+  exchange<3>(values, [](float a, float b) { return a >= b || b != b ? a : b; });
+}
+template <int kCount>
+inline void quad_sum(float (&values)[kCount]) {
+  exchange<3>(values, [](float a, float b) { return a + b; });
+}
+inline uint32 column_or(uint32 bits) {
+  uint32 values[1] = {bits};
+  exchange<28>(values, [](uint32 a, uint32 b) { return a | b; });
+  return values[0];
+}
+inline bool warp_any(bool value) {
+  bool any = value;
+  host::Block::current->warp_collective(&any, [](void** lanes) {
+    bool result = false;
+    for (int lane = 0; lane < kWarpSize; ++lane) result |= *static_cast<bool*>(lanes[lane]);
+    for (int lane = 0; lane < kWarpSize; ++lane) *static_cast<bool*>(lanes[lane]) = result;
+  });
+  return any;
+}
+inline int warp_min(int value) {
+  int values[1] = {value};
+  exchange<31>(values, [](int a, int b) { return a < b ? a : b; });
+  return values[0];
+}
+
+template <typename T>
+__device__ __forceinline__ T read(const void* source) {
+  T value;
+  std::memcpy(&value, source, sizeof(T));
+  return value;
+}
+
+__device__ __forceinline__ int load_shared_int(SharedPtr address) { return read<int>(address); }
+__device__ __forceinline__ uint32 load_shared(SharedPtr address) { return read<uint32>(address); }
+__device__ __forceinline__ Chunk load_shared_chunk(SharedPtr address) { return read<Chunk>(address); }
+__device__ __forceinline__ void store_shared(SharedPtr address, uint32 value) { std::memcpy(address, &value, 4); }
+__device__ __forceinline__ void store_shared(SharedPtr address, uint32 x, uint32 y) {
+  store_shared(address, x);
+  store_shared(address + 4, y);
+}
+__device__ __forceinline__ void store_shared(SharedPtr address, Chunk c) { std::memcpy(address, &c, 16); }
+
+}  // namespace hfc

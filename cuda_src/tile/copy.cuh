@@ -1,0 +1,108 @@
+// Tiles between device memory and shared memory.
+#pragma once
+
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "isa.cuh"
+#include "tile/shared_tile.cuh"
+
+namespace hfc {
+
+// Rows of a tile that exist: [first, end). The others are filled with zeros.
+struct RowRange {
+  int first;
+  int end;
+};
+
+// Each thread keeps one column of chunks and walks down the rows; a block narrower than a row takes several columns.
+template <typename Tile, int kThreads>
+struct CopyLayout {
+  static constexpr int kColumnsPerPass = min(kThreads, Tile::kChunks);
+  static constexpr int kRowsPerPass = kThreads / kColumnsPerPass;
+  static constexpr int kPasses = ceil_div(Tile::kRows, kRowsPerPass);
+  static constexpr bool kFull = kRowsPerPass * kColumnsPerPass == kThreads && Tile::kRows % kRowsPerPass == 0;
+};
+
+// Calls visit(row, chunk) for every chunk of the tile, one thread each.
+template <int kThreads, typename Tile, typename Visit>
+__device__ __forceinline__ void for_each_chunk(Visit visit) {
+  using Layout = CopyLayout<Tile, kThreads>;
+  const int first_row = thread_id() / Layout::kColumnsPerPass;
+  if (!Layout::kFull && first_row >= Layout::kRowsPerPass) return;
+#pragma unroll
+  for (int chunk = thread_id() % Layout::kColumnsPerPass; chunk < Tile::kChunks; chunk += Layout::kColumnsPerPass)
+#pragma unroll
+    for (int pass = 0; pass < Layout::kPasses; ++pass) {
+      const int row = first_row + pass * Layout::kRowsPerPass;
+      if (Layout::kFull || row < Tile::kRows) visit(row, chunk);
+    }
+}
+
+// Chunks whose elements start anywhere, one element at a time.
+template <typename Element>
+__device__ __forceinline__ Chunk load_elements(const Element* source, int count) {
+  constexpr int kPerWord = 4 / sizeof(Element);
+  Chunk chunk{};
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < kPerWord; ++j) {
+      const int index = i * kPerWord + j;
+      if (index < count) {
+        if constexpr (kPerWord == 2)
+          chunk.words[i] |= uint32(source[index].bits) << (16 * j);
+        else
+          chunk.words[i] = float_bits(source[index]);
+      }
+    }
+  return chunk;
+}
+
+template <typename Element>
+__device__ __forceinline__ void store_elements(Element* target, Chunk chunk, int count) {
+  constexpr int kPerWord = 4 / sizeof(Element);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < kPerWord; ++j) {
+      const int index = i * kPerWord + j;
+      if (index < count) {
+        if constexpr (kPerWord == 2)
+          target[index].bits = uint16(chunk.words[i] >> (16 * j));
+        else
+          target[index] = bits_float(chunk.words[i]);
+      }
+    }
+}
+
+// `source` is the tile's row 0, element 0, in device memory; kVector: every row starts on 16 bytes and is whole chunks.
+template <bool kVector, int kThreads, typename Tile>
+__device__ __forceinline__ void load_tile(Tile tile, const typename Tile::Element* source, int64 row_stride, RowRange rows,
+                                          int columns) {
+  for_each_chunk<kThreads, Tile>([&](int row, int chunk) {
+    const int column = chunk * Tile::kElementsPerChunk;
+    const bool valid = row >= rows.first && row < rows.end && column < columns;
+    const auto* elements = source + row * row_stride + column;
+    if constexpr (kVector)
+      copy_async(tile.at(row, chunk), elements, valid);
+    else
+      store_shared(tile.at(row, chunk), load_elements(elements, valid ? columns - column : 0));
+  });
+}
+
+template <bool kVector, int kThreads, typename Tile>
+__device__ __forceinline__ void store_tile(Tile tile, typename Tile::Element* target, int64 row_stride, int num_rows,
+                                           int columns) {
+  for_each_chunk<kThreads, Tile>([&](int row, int chunk) {
+    const int column = chunk * Tile::kElementsPerChunk;
+    if (row >= num_rows || column >= columns) return;
+    auto* elements = target + row * row_stride + column;
+    const Chunk value = load_shared_chunk(tile.at(row, chunk));
+    if constexpr (kVector)
+      store_global_chunk(elements, value);
+    else
+      store_elements(elements, value, columns - column);
+  });
+}
+
+}  // namespace hfc

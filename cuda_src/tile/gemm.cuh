@@ -1,0 +1,49 @@
+// The two products of attention for one warp, operands from shared memory and registers.
+#pragma once
+
+#include "isa.cuh"
+#include "tile/fragment.cuh"
+
+namespace hfc {
+
+// scores (rows, n) = rows of a (rows, k) times b (n, k) transposed.
+template <typename Multiply, int kM, int kN, typename TileA, typename TileB>
+__device__ __forceinline__ void gemm_transposed(float (&scores)[kM][kN][4], TileA a, int first_row, TileB b) {
+  constexpr int kSteps = TileA::kColumns / Product<typename TileA::Element>::kK;
+  clear(scores);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32 rows[kM][4], columns[kN][2];
+#pragma unroll
+    for (int i = 0; i < kM; ++i) load_rows(rows[i], a, first_row + 16 * i, k);
+#pragma unroll
+    for (int j = 0; j < kN; j += 2) load_transposed_rows(columns[j], columns[j + 1], b, 8 * j, k);
+    mma_tile<Multiply>(scores, 0, rows, columns);
+  }
+}
+
+// out (rows, n) += probabilities (rows, k), an accumulator, times b (k, n). `keep(k, words)` may blank rows of b.
+template <typename Multiply, int kM, int kK, int kN, typename TileB, typename Keep>
+__device__ __forceinline__ void gemm_accumulator(float (&out)[kM][kN][4], const float (&probabilities)[kM][kK][4], TileB b,
+                                                 Keep keep) {
+  using Element = typename TileB::Element;
+  constexpr int kSteps = TileB::kRows / Product<Element>::kK;
+  constexpr int kGroup = kN % 8 == 0 ? 8 : kN % 4 == 0 ? 4 : 2;  // n-tiles at a time: bounds the registers of operand b
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32 rows[kM][4];
+#pragma unroll
+    for (int i = 0; i < kM; ++i) to_operand<Element>(rows[i], probabilities[i], k);
+#pragma unroll
+    for (int first = 0; first < kN; first += kGroup) {
+      uint32 columns[kGroup][2];
+#pragma unroll
+      for (int j = 0; j < kGroup; j += 2) load_columns(columns[j], columns[j + 1], b, k, 8 * (first + j));
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) keep(k, columns[j]);
+      mma_tile<Multiply>(out, first, rows, columns);
+    }
+  }
+}
+
+}  // namespace hfc

@@ -1,0 +1,150 @@
+"""Checks of the user's arguments: each error names the argument, what is supported, and what to do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedProblem
+from .problem import MAX_HEAD_DIM
+
+_MAX_SEQLEN = 2**31 - 1 - 512  # positions are 32-bit in the kernels, and a block may reach beyond the end
+_SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def refuse_options(
+    alibi_slopes: Any, sinks: Any, bias: Any, dropout_p: float, algorithm: str
+) -> None:
+    """Raises for what the kernels cannot do; nothing is ever silently dropped."""
+    for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("bias", bias)):
+        if value is not None:
+            raise UnsupportedProblem(
+                f"{name} is not supported by this version's kernels; supported are causal, window_size, softcap, mask and "
+                f'key_intervals. Use attn_implementation="eager" for a model that needs {name}.'
+            )
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p={dropout_p}: a probability in [0, 1) is needed.")
+    if dropout_p != 0.0:
+        raise UnsupportedProblem(
+            f"dropout_p={dropout_p} is not supported by this version's kernels. Put the model into eval mode, or set its "
+            "attention dropout to 0."
+        )
+    if algorithm == "fa1":
+        raise UnsupportedProblem('algorithm="fa1" is not in this version yet; "fa2" is supported.')
+    if algorithm != "fa2":
+        raise ValueError(f'algorithm={algorithm!r}: "fa2" is supported.')
+
+
+def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes, dtypes and devices of q, k, v (batch, seqlen, heads, head_dim)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor like q is needed.")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch, seqlen, heads, head_dim) is needed.")
+        if x.dtype not in _SUPPORTED_DTYPES:
+            raise TypeError(f"{name} is {x.dtype}; float16, bfloat16 and float32 are supported. Convert with .to().")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}: move them to one device.")
+        if x.shape[1] > _MAX_SEQLEN:
+            raise UnsupportedProblem(f"{name} has {x.shape[1]} positions; at most {_MAX_SEQLEN} are supported.")
+    if q.device.type not in ("cuda", "cpu"):
+        raise UnsupportedProblem(f"q is on {q.device}; CUDA GPUs and the CPU are supported.")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}, v {tuple(v.shape)}: both need the same seqlen and heads (dimensions 1 and 2)."
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has head_dim {q.shape[3]}, k {k.shape[3]}: they must be equal.")
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError("head_dim is 0: every head needs at least one element.")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[3] > MAX_HEAD_DIM:
+            raise UnsupportedProblem(
+                f"{name} has head_dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} are supported. "
+                'Use attn_implementation="sdpa" for this model.'
+            )
+    if k.shape[2] == 0 and q.shape[2] or k.shape[2] and q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads, k {k.shape[2]}: the first must be a multiple of the second.")
+    sizes = {x.shape[0] for x in (q, k, v)} - {1}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"q, k, v have batch sizes {q.shape[0]}, {k.shape[0]}, {v.shape[0]}: they must be equal (1 broadcasts)."
+        )
+
+
+def window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) keys around the diagonal that a row sees, −1 = all."""
+    try:
+        left, right = (int(size) for size in window_size)
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size={window_size!r}: a pair (left, right) of integers is needed.") from None
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size={window_size!r}: sizes are −1 (unbounded), 0 or positive.")
+    return min(left, _MAX_SEQLEN), 0 if causal else min(right, _MAX_SEQLEN)
+
+
+def numbers(softmax_scale: float, softcap: float) -> None:
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale={softmax_scale}: a finite number is needed.")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap={softcap}: 0 (off) or a positive number is needed.")
+
+
+def mask_strides(mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> tuple[int, int, int, int]:
+    """Strides of ``mask`` broadcast to (batch, num_heads, seqlen_q, seqlen_k)."""
+    if mask is None:
+        return (0, 0, 0, 0)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask is {mask.dtype}; bool is needed (True = attend). Additive masks go to bias.")
+    batch, heads, rows, keys = _broadcast("mask", mask, shape, device).stride()
+    return (batch, heads, rows, keys)
+
+
+def interval_strides(
+    key_intervals: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> tuple[int, int, int]:
+    """Strides of ``key_intervals`` broadcast to (batch, num_heads, seqlen_q, 2)."""
+    if key_intervals is None:
+        return (0, 0, 0)
+    if key_intervals.dtype != torch.int32:
+        raise TypeError(f"key_intervals is {key_intervals.dtype}; int32 is needed.")
+    if key_intervals.dim() == 0 or key_intervals.shape[-1] != 2:
+        raise ValueError(f"key_intervals has shape {tuple(key_intervals.shape)}; (…, seqlen_q, 2) is needed.")
+    if key_intervals.stride(-1) != 1:
+        raise ValueError("key_intervals: lo and hi of a row must be neighbours in memory; call .contiguous().")
+    batch, heads, rows, _ = _broadcast("key_intervals", key_intervals, (*shape, 2), device).stride()
+    return (batch, heads, rows)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int) -> None:
+    """Shapes of a packed call. The offsets themselves stay on the device: the kernel clamps them into the tensors."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} has shape {shape}; (total, heads, head_dim) is needed.")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} is {x.dtype}; int32 is needed.")
+        if x.dim() != 1 or x.shape[0] < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch + 1,) is needed.")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}: move them to one device.")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q has {cu_seqlens_q.shape[0]} offsets, cu_seqlens_k {cu_seqlens_k.shape[0]}: they must be equal."
+        )
+    if max_seqlen_q < 0:
+        raise ValueError(f"max_seqlen_q={max_seqlen_q}: 0 or more is needed.")
+
+
+def _broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, q on {device}: move them to one device.")
+    try:
+        return x.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {shape}.") from None
