@@ -25,7 +25,7 @@ def refuse_options(
                 f"{name} is not supported by this version's kernels; supported are causal, window_size, softcap, mask and "
                 f'key_intervals. Use attn_implementation="eager" for a model that needs {name}.'
             )
-    if not 0.0 <= dropout_p < 1.0:
+    if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p}: a probability in [0, 1) is needed.")
     if dropout_p != 0.0:
         raise UnsupportedProblem(
@@ -38,15 +38,36 @@ def refuse_options(
         raise ValueError(f'algorithm={algorithm!r}: "fa2" is supported.')
 
 
-def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, dtypes and devices of q, k, v (batch, seqlen, heads, head_dim)."""
+def dimensions(q: Any, k: Any, v: Any, count: int) -> None:
+    """Raises unless q, k and v are tensors of ``count`` dimensions."""
+    layout = "(batch, seqlen, heads, head_dim)" if count == 4 else "(total, heads, head_dim)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor like q is needed.")
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch, seqlen, heads, head_dim) is needed.")
+        if x.dim() != count:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; {layout} is needed.")
+
+
+def dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in _SUPPORTED_DTYPES:
             raise TypeError(f"{name} is {x.dtype}; float16, bfloat16 and float32 are supported. Convert with .to().")
+
+
+def batch(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The batch size; 1 broadcasts."""
+    sizes = {x.shape[0] for x in (q, k, v)} - {1}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"q, k, v have batch sizes {q.shape[0]}, {k.shape[0]}, {v.shape[0]}: they must be equal (1 broadcasts)."
+        )
+    return sizes.pop() if sizes else 1
+
+
+def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Dtypes, devices and sizes of q, k, v (batch, seqlen, heads, head_dim)."""
+    dtypes(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}: move them to one device.")
         if x.shape[1] > _MAX_SEQLEN:
@@ -69,29 +90,37 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
     if k.shape[2] == 0 and q.shape[2] or k.shape[2] and q.shape[2] % k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads, k {k.shape[2]}: the first must be a multiple of the second.")
-    sizes = {x.shape[0] for x in (q, k, v)} - {1}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"q, k, v have batch sizes {q.shape[0]}, {k.shape[0]}, {v.shape[0]}: they must be equal (1 broadcasts)."
-        )
 
 
-def window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
-    """(left, right) keys around the diagonal that a row sees, −1 = all."""
+def pair(window_size: Any) -> tuple[int, int]:
+    """``window_size`` as a tuple of two integers."""
     try:
         left, right = (int(size) for size in window_size)
     except (TypeError, ValueError):
         raise ValueError(f"window_size={window_size!r}: a pair (left, right) of integers is needed.") from None
+    return left, right
+
+
+def window(causal: bool, window_size: tuple[int, int], widest: int) -> tuple[int, int]:
+    """(left, right) keys around the diagonal that a row sees, −1 = all. ``widest``: a size that covers everything."""
+    left, right = pair(window_size)
     if left < -1 or right < -1:
         raise ValueError(f"window_size={window_size!r}: sizes are −1 (unbounded), 0 or positive.")
-    return min(left, _MAX_SEQLEN), 0 if causal else min(right, _MAX_SEQLEN)
+    left, right = (-1 if size >= widest else size for size in (left, right))
+    return left, 0 if causal else right
 
 
-def numbers(softmax_scale: float, softcap: float) -> None:
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale={softmax_scale}: a finite number is needed.")
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"softcap={softcap}: 0 (off) or a positive number is needed.")
+def numbers(softmax_scale: Any, softcap: Any) -> None:
+    if softmax_scale is not None and not (isinstance(softmax_scale, int | float) and math.isfinite(softmax_scale)):
+        raise ValueError(f"softmax_scale={softmax_scale!r}: None or a finite number is needed.")
+    if not (isinstance(softcap, int | float) and math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap={softcap!r}: 0 (off) or a positive number is needed.")
+
+
+def masks_are_tensors(mask: Any, key_intervals: Any) -> None:
+    for name, x in (("mask", mask), ("key_intervals", key_intervals)):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed.")
 
 
 def mask_strides(mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> tuple[int, int, int, int]:
@@ -120,15 +149,11 @@ def interval_strides(
     return (batch, heads, rows)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int) -> None:
-    """Shapes of a packed call. The offsets themselves stay on the device: the kernel clamps them into the tensors."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} has shape {shape}; (total, heads, head_dim) is needed.")
+def varlen(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int) -> None:
+    """Offsets of a packed call. Their values stay on the device: the kernel clamps them into the tensors."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name} is {x.dtype}; int32 is needed.")
+        if not isinstance(x, Tensor) or x.dtype != torch.int32:
+            raise TypeError(f"{name} is {getattr(x, 'dtype', type(x).__name__)}; an int32 tensor is needed.")
         if x.dim() != 1 or x.shape[0] < 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch + 1,) is needed.")
         if x.device != q.device:

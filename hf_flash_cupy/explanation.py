@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
 
-from . import dispatch, functional
+from . import checks, dispatch, functional
 from .launch import device_arch
 
 
 def explanation(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     """Kernel, tile, grid, shared memory and device-memory traffic of ``flash_attention(q, k, v, **options)``."""
-    known = ("causal", "window_size", "softmax_scale", "softcap", "mask", "key_intervals")
-    defaults: dict[str, Any] = {"causal": False, "window_size": (-1, -1), "softmax_scale": None, "softcap": 0.0}
-    arguments = [options.get(name, defaults.get(name)) for name in known]
-    q, k, v = functional.prepare(q, k, v)
-    problem, geometry = functional.describe(q, k, v, *arguments, tf32=False)
+    call = inspect.signature(functional.flash_attention).bind(q, k, v, **options)  # refuses unknown names
+    call.apply_defaults()
+    given = call.arguments
+    checks.refuse_options(*(given[name] for name in ("alibi_slopes", "sinks", "bias", "dropout_p", "algorithm")))
+    names = ("causal", "window_size", "softmax_scale", "softcap", "mask", "key_intervals")
+    q, k, v = functional.prepare(q, k, v, 4)
+    problem, geometry = functional.describe(
+        q, k, v, *(given[name] for name in names), tf32=functional.uses_tf32(q)
+    )
     arch = device_arch(q.device)
     config = dispatch.select(problem, arch)
     tile = config.tile

@@ -71,62 +71,39 @@ def flash_attention(
         return dlpack.call(flash_attention, (q, k, v), call)
     if alibi_slopes is not None or sinks is not None or bias is not None or dropout_p != 0.0 or algorithm != "fa2":
         checks.refuse_options(alibi_slopes, sinks, bias, dropout_p, algorithm)
-    q, k, v = prepare(q, k, v)
-    device = q.device
+    q, k, v = prepare(q, k, v, 4)
+    if type(window_size) is not tuple:
+        window_size = checks.pair(window_size)
+    if mask is not None or key_intervals is not None:
+        checks.masks_are_tensors(mask, key_intervals)
+    batch = q.shape[0] if q.shape[0] == k.shape[0] == v.shape[0] else checks.batch(q, k, v)
+    out_shape = (batch, q.shape[1], q.shape[2], v.shape[3])
+    lse_shape = (batch, q.shape[2], q.shape[1]) if return_lse else None
+    arguments = (causal, window_size, softmax_scale, softcap)
+    tf32 = q.dtype == torch.float32 and uses_tf32(q)
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        describe(q, k, v, *arguments, mask, key_intervals, tf32=tf32)
+        return _empty(q, out_shape, lse_shape)
     key = (
-        q.shape,
-        q.stride(),
-        k.shape,
-        k.stride(),
-        v.shape,
-        v.stride(),
-        q.dtype,
-        device,
+        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
-        None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
-        None
-        if key_intervals is None
-        else (key_intervals.shape, key_intervals.stride(), key_intervals.dtype, key_intervals.device),
-        q.dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+        arguments,
+        None if mask is None else _layout(mask),
+        None if key_intervals is None else _layout(key_intervals),
+        tf32,
     )
 
     def make() -> ForwardPlan:
-        problem, geometry = describe(
-            q, k, v, causal, window_size, softmax_scale, softcap, mask, key_intervals, tf32=key[-1]
-        )
-        return ForwardPlan(problem, geometry, device)
+        return ForwardPlan(*describe(q, k, v, *arguments, mask, key_intervals, tf32=tf32), q.device)
 
-    batch = max(q.shape[0], k.shape[0], v.shape[0])
-    out_shape = (batch, q.shape[1], q.shape[2], v.shape[3] if v.dim() == 4 else 0)
-    lse_shape = (batch, q.shape[2], q.shape[1]) if return_lse else None
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        describe(q, k, v, causal, window_size, softmax_scale, softcap, mask, key_intervals, tf32=False)
-        return _empty(q, out_shape, lse_shape)
     try:
         plan = ops.plan_for(key, make)
     except MissingDependency as error:
-        if device.type != "cpu":
+        if q.is_cuda:
             raise
-        _warn_reference(str(error))
-        out, lse = attention_reference(
-            q,
-            k,
-            v,
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            mask=mask,
-            key_intervals=key_intervals,
-            compute_dtype=torch.float32,
-        )
-        return (out.to(q.dtype).contiguous(), lse) if return_lse else out.to(q.dtype).contiguous()
-    result, lse_or_none = ops.forward(plan, q, k, v, out_shape, lse_shape, mask, key_intervals, None)
-    return (result, lse_or_none) if return_lse else result
+        return _reference(q, k, v, *arguments, mask, key_intervals, return_lse, str(error))
+    out, lse = ops.forward(plan, q, k, v, out_shape, lse_shape, mask, key_intervals, None)
+    return (out, lse) if return_lse else out
 
 
 def flash_attention_varlen(
@@ -165,23 +142,22 @@ def flash_attention_varlen(
         offset: out 0, lse −inf.
     """
     checks.refuse_options(alibi_slopes, sinks, None, dropout_p, algorithm)
-    checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
-    q, k, v = prepare(q, k, v)
+    q, k, v = prepare(q, k, v, 3)
+    checks.varlen(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     cu_seqlens = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-    num_entries = cu_seqlens_q.shape[0] - 1
     problem, geometry = describe(
-        q[None], k[None], v[None], causal, window_size, softmax_scale, softcap, None, None,
-        tf32=q.is_cuda and torch.backends.cuda.matmul.allow_tf32, entries=num_entries, max_seqlen_q=max(int(max_seqlen_q), 1),
-    )  # fmt: skip
+        *(q[None], k[None], v[None], causal, checks.pair(window_size), softmax_scale, softcap, None, None),
+        tf32=uses_tf32(q),
+        entries=cu_seqlens_q.shape[0] - 1,
+        max_seqlen_q=max(int(max_seqlen_q), 1),
+    )
     out_shape = (q.shape[0], q.shape[1], v.shape[2])
     lse_shape = (q.shape[1], q.shape[0]) if return_lse else None
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
-        result, lse = _empty(q, out_shape, lse_shape or (q.shape[1], q.shape[0]))
-        return (result, lse) if return_lse else result
-    key = (problem, geometry, q.device)
-    plan = ops.plan_for(key, lambda: ForwardPlan(problem, geometry, q.device))
-    result, lse = ops.forward(plan, q, k, v, out_shape, lse_shape, None, None, cu_seqlens)
-    return (result, lse) if return_lse else result
+        return _empty(q, out_shape, lse_shape)
+    plan = ops.plan_for((problem, geometry, q.device), lambda: ForwardPlan(problem, geometry, q.device))
+    out, lse = ops.forward(plan, q, k, v, out_shape, lse_shape, None, None, cu_seqlens)
+    return (out, lse) if return_lse else out
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
@@ -191,18 +167,19 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     return explanation(q, k, v, **options)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def prepare(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> tuple[Tensor, Tensor, Tensor]:
     """One dtype, a contiguous last dimension, and no gradient asked for."""
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor) and q.dim() == k.dim() == v.dim() == dimensions):
+        checks.dimensions(q, k, v, dimensions)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise UnsupportedProblem(
             "q, k or v requires a gradient: this version has the forward pass only. Call under torch.no_grad() or "
             'torch.inference_mode(), or train with attn_implementation="sdpa".'
         )
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-    else:
-        dtype = v.dtype
+    autocast = torch.is_autocast_enabled(q.device.type)
+    dtype = torch.get_autocast_dtype(q.device.type) if autocast else v.dtype
     if not (q.dtype == k.dtype == v.dtype == dtype):
+        checks.dtypes(q, k, v)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -226,12 +203,12 @@ def describe(
 ) -> tuple[AttentionProblem, Geometry]:
     """Checks every argument and puts the call into numbers. ``entries``: sequences of a packed call, else None."""
     checks.tensors(q, k, v)
-    batch = max(q.shape[0], k.shape[0], v.shape[0])
+    batch = checks.batch(q, k, v)
     seqlen_q, num_heads, head_dim = q.shape[1:]
     seqlen_k, num_heads_k, head_dim_v = v.shape[1:]
-    window = checks.window(causal, window_size)
+    window = checks.window(causal, window_size, seqlen_q + seqlen_k)
+    checks.numbers(softmax_scale, softcap)
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    checks.numbers(scale, softcap)
     mask_strides = checks.mask_strides(mask, (batch, num_heads, seqlen_q, seqlen_k), q.device)
     interval_strides = checks.interval_strides(key_intervals, (batch, num_heads, seqlen_q), q.device)
     geometry = Geometry(
@@ -291,6 +268,43 @@ def _empty(q: Tensor, out_shape: tuple[int, ...], lse_shape: tuple[int, ...] | N
     if lse_shape is None:
         return out
     return out, torch.full(lse_shape, -math.inf, dtype=torch.float32, device=q.device)
+
+
+def _layout(x: Tensor) -> tuple[object, ...]:
+    return (x.shape, x.stride(), x.dtype, x.device)
+
+
+def uses_tf32(q: Tensor) -> bool:
+    """Whether torch itself would use TF32 for a product with ``q``."""
+    return q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window_size: tuple[int, int],
+    softmax_scale: float | None,
+    softcap: float,
+    mask: Tensor | None,
+    key_intervals: Tensor | None,
+    return_lse: bool,
+    reason: str,
+) -> Any:
+    _warn_reference(reason)
+    out, lse = attention_reference(
+        *(q, k, v),
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        mask=mask,
+        key_intervals=key_intervals,
+        compute_dtype=torch.float32,
+    )
+    out = out.to(q.dtype).contiguous()
+    return (out, lse) if return_lse else out
 
 
 @cache

@@ -205,7 +205,7 @@ def _forward_params(
     params["heads_per_section"] = _heads_per_section(geometry, problem)
     if geometry.softcap > 0:
         params["score_scale_log2"] = geometry.softcap * _LOG2_E
-        params["softcap_inner"] = geometry.softmax_scale / geometry.softcap * 2 * _LOG2_E
+        params["softcap_inner"] = geometry.softmax_scale / geometry.softcap
     else:
         params["score_scale_log2"] = geometry.softmax_scale * _LOG2_E
     return params
@@ -221,4 +221,4 @@ def _heads_per_section(geometry: Geometry, problem: AttentionProblem) -> int:
     size = 4 if problem.dtype == "fp32" else 2
     group = geometry.num_heads // geometry.num_heads_k
     one = geometry.seqlen_k * (geometry.head_dim + geometry.head_dim_v) * size
-    return int(min(max(_L2_BYTES // max(one, 1), 1) * group, geometry.num_heads * geometry.batch))
+    return max(_L2_BYTES // max(one, 1), 1) * group

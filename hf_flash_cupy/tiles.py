@@ -36,7 +36,7 @@ UNEQUAL_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
 
 SHORT_SEQLEN_Q = 64  # rows up to which a small row block wastes less than it loses
 
-_HOST_GAP = 64  # kSharedGap of isa/host
+_HOST_GAP = 128  # kSharedGap of isa/host
 
 
 def rounded_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:

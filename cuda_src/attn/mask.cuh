@@ -32,7 +32,7 @@ __device__ __forceinline__ KeyInterval row_interval(const ForwardParams& params,
   if (key_intervals != nullptr) {
     const int* pair = key_intervals + row * params.interval_row_stride;
     keys.lo = max(keys.lo, pair[0]);
-    keys.hi = min(keys.hi, pair[1]);
+    keys.hi = max(min(keys.hi, pair[1]), 0);  // the caller's numbers: differences must not overflow
   }
   return keys;
 }

@@ -5,6 +5,7 @@
 // 2^kSlack, harmless in fp32 sums and in any element type, and rescaling becomes rare (the idea is FlashAttention-4's).
 #pragma once
 
+#include "attn/score.cuh"
 #include "common/types.cuh"
 #include "isa.cuh"
 
@@ -13,11 +14,15 @@ namespace hfc {
 template <int kRows>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;
+  static constexpr float kLarge = 16777216.0f;  // 2^24
 
   float reference[kRows];  // base 2, the same in the four lanes of a quad
   float sum[kRows];        // of this lane's columns only until finish()
+  // Usually the scale rides on the exponent's subtraction: s · scale - r in one FMA. It must come first where it
+  // would turn the maximum round, and where r is so large that its rounding error would show in s · scale - r.
+  bool scale_first;
 
-  __device__ __forceinline__ OnlineSoftmax() {
+  __device__ __forceinline__ explicit OnlineSoftmax(float scale) : scale_first(scale <= 0.0f) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       reference[row] = -kFloatMax;  // finite, so that hidden scores (-inf) minus it stay -inf
@@ -25,17 +30,24 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores become probabilities relative to the reference; `out` follows when the reference moves.
+  // Scores times `scale` (positive) become probabilities relative to the reference; `out` follows when that moves.
   template <int kM, int kN, int kNV>
-  __device__ __forceinline__ void update(float (&scores)[kM][kN][4], float (&out)[kM][kNV][4]) {
+  __device__ __forceinline__ void update(float (&scores)[kM][kN][4], float (&out)[kM][kNV][4], float scale) {
     float highest[kRows];
     bool exceeds = false;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      highest[row] = row_maximum(scores[row / 2], row % 2);
+      highest[row] = row_maximum(scores[row / 2], row % 2) * scale;
       exceeds |= highest[row] > reference[row] + kSlack;
     }
-    if (warp_any(exceeds)) raise_reference(highest, out);
+    if (warp_any(exceeds)) {
+      if (warp_any(any_large(highest))) {
+        scale_first = true;
+        scale_scores(scores, scale);
+        scale = 1.0f;
+      }
+      raise_reference(highest, out);
+    }
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
@@ -43,7 +55,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int row = 2 * i + e / 2;
-          scores[i][j][e] = exp2_fast(scores[i][j][e] - reference[row]);
+          scores[i][j][e] = exp2_fast(fused_multiply_add(scores[i][j][e], scale, -reference[row]));
           sum[row] += scores[i][j][e];
         }
   }
@@ -72,6 +84,14 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int e = 0; e < 2; ++e) highest = max_float(highest, scores[j][2 * half + e]);
     return highest;
+  }
+
+  __device__ __forceinline__ static bool any_large(const float (&highest)[kRows]) {
+    bool large = false;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      large |= highest[row] > kLarge || (highest[row] < -kLarge && highest[row] >= -kFloatMax);
+    return large;
   }
 
   template <int kM, int kNV>

@@ -21,7 +21,7 @@ class RowMask {
   // Synchronises the block when there are key intervals.
   __device__ __forceinline__ RowMask(const ForwardParams& params, const SeqlenInfo& seqlen, int first_row, int head, int entry,
                                      SharedPtr shared)
-      : params_(params), seqlen_(seqlen), first_row_(first_row + warp_id() * kWarpRows), shared_(shared) {
+      : params_(params), seqlen_(seqlen), warp_(warp_id()), first_row_(first_row + warp_ * kWarpRows), shared_(shared) {
     const int end_row = min(first_row_ + kWarpRows, seqlen.seqlen_q);
     if constexpr (Config::kMask)
       mask_ = params.mask + entry * params.mask_batch_stride + head * params.mask_head_stride;
@@ -56,9 +56,11 @@ class RowMask {
     for (int i = 0; i < kRows; ++i) {
       const int row = row_of(i / 2, i % 2 * 2);
       visible[i] = interval_bits<kN>(interval(row), first_key);
-      if constexpr (Config::kMask)
-        if (first_row_ + row < seqlen_.seqlen_q)
-          visible[i] = dense_bits<kN>(params_, mask_ + (first_row_ + row) * params_.mask_row_stride, first_key, visible[i]);
+      if constexpr (Config::kMask) {
+        const bool exists = first_row_ + row < seqlen_.seqlen_q;
+        const uint8* mask_row = mask_ + (first_row_ + row) * params_.mask_row_stride;
+        visible[i] = exists ? dense_bits<kN>(params_, mask_row, first_key, visible[i]) : 0;
+      }
       any |= visible[i] != 0;
     }
     return any;
@@ -67,7 +69,7 @@ class RowMask {
  private:
   __device__ __forceinline__ KeyInterval interval(int row) const {
     if constexpr (Config::kIntervals) {
-      const SharedPtr slot = shared_ + (warp_id() * kWarpRows + row) * int(sizeof(KeyInterval));
+      const SharedPtr slot = shared_ + (warp_ * kWarpRows + row) * int(sizeof(KeyInterval));
       return {load_shared_int(slot), load_shared_int(slot + 4)};
     } else {
       return window_interval(params_, seqlen_, first_row_ + row);
@@ -86,13 +88,13 @@ class RowMask {
         common_ = {max(common_.lo, keys.lo), min(common_.hi, keys.hi)};
       }
       if (!keys.empty()) all = {min(all.lo, keys.lo), max(all.hi, keys.hi)};
-      const SharedPtr slot = shared_ + (warp_id() * kWarpRows + row) * int(sizeof(KeyInterval));
+      const SharedPtr slot = shared_ + (warp_ * kWarpRows + row) * int(sizeof(KeyInterval));
       store_shared(slot, uint32(keys.lo), uint32(keys.hi));
     }
     union_ = {warp_min(all.lo), -warp_min(-all.hi)};
     common_ = {-warp_min(-common_.lo), warp_min(common_.hi)};
     const SharedPtr unions = shared_ + Config::kBlockM * int(sizeof(KeyInterval));
-    if (lane_id() == 0) store_shared(unions + warp_id() * int(sizeof(KeyInterval)), uint32(union_.lo), uint32(union_.hi));
+    if (lane_id() == 0) store_shared(unions + warp_ * int(sizeof(KeyInterval)), uint32(union_.lo), uint32(union_.hi));
     sync_threads();
     block_ = {kInfinity, 0};
 #pragma unroll
@@ -106,6 +108,7 @@ class RowMask {
   const ForwardParams& params_;
   const SeqlenInfo& seqlen_;
   const uint8* mask_ = nullptr;
+  int warp_;
   int first_row_;       // of the warp
   KeyInterval union_;   // keys that some row of the warp sees
   KeyInterval common_;  // keys that every row of the warp sees

@@ -45,7 +45,7 @@ struct ForwardParams {
   int window_left;            // keys to the left of the diagonal a row sees, < 0 = all
   int window_right;           // keys to the right, < 0 = all; causal = 0
   float score_scale_log2;     // softmax_scale * log2(e); with softcap: softcap * log2(e)
-  float softcap_inner;        // softmax_scale / softcap * 2 * log2(e), 0 without softcap
+  float softcap_inner;        // softmax_scale / softcap, 0 without softcap
   int padding;
 };
 

@@ -23,19 +23,26 @@ struct CopyLayout {
   static constexpr bool kFull = kRowsPerPass * kColumnsPerPass == kThreads && Tile::kRows % kRowsPerPass == 0;
 };
 
-// Calls visit(row, chunk) for every chunk of the tile, one thread each.
-template <int kThreads, typename Tile, typename Visit>
-__device__ __forceinline__ void for_each_chunk(Visit visit) {
+// Calls visit(row, column, elements) for every chunk of the tile, one thread each; `elements` is where the chunk's first
+// element lies in device memory, `origin` where the tile's does. The address moves by one step a pass, since a loop would
+// keep all the multiples of the stride otherwise.
+template <int kThreads, typename Tile, typename Pointer, typename Visit>
+__device__ __forceinline__ void for_each_chunk(Pointer origin, int64 row_stride, Visit visit) {
   using Layout = CopyLayout<Tile, kThreads>;
+  row_stride = in_place(row_stride);
   const int first_row = thread_id() / Layout::kColumnsPerPass;
   if (!Layout::kFull && first_row >= Layout::kRowsPerPass) return;
 #pragma unroll
-  for (int chunk = thread_id() % Layout::kColumnsPerPass; chunk < Tile::kChunks; chunk += Layout::kColumnsPerPass)
+  for (int chunk = thread_id() % Layout::kColumnsPerPass; chunk < Tile::kChunks; chunk += Layout::kColumnsPerPass) {
+    const int column = chunk * Tile::kElementsPerChunk;
+    Pointer elements = origin + first_row * row_stride + column;
 #pragma unroll
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
       const int row = first_row + pass * Layout::kRowsPerPass;
-      if (Layout::kFull || row < Tile::kRows) visit(row, chunk);
+      if (Layout::kFull || row < Tile::kRows) visit(row, column, elements);
+      elements += Layout::kRowsPerPass * row_stride;
     }
+  }
 }
 
 // Chunks whose elements start anywhere, one element at a time.
@@ -79,25 +86,22 @@ __device__ __forceinline__ void store_elements(Element* target, Chunk chunk, int
 template <bool kVector, int kThreads, typename Tile>
 __device__ __forceinline__ void load_tile(Tile tile, const typename Tile::Element* source, int64 row_stride, RowRange rows,
                                           int columns) {
-  for_each_chunk<kThreads, Tile>([&](int row, int chunk) {
-    const int column = chunk * Tile::kElementsPerChunk;
+  for_each_chunk<kThreads, Tile>(source, row_stride, [&](int row, int column, const typename Tile::Element* elements) {
     const bool valid = row >= rows.first && row < rows.end && column < columns;
-    const auto* elements = source + row * row_stride + column;
+    const SharedPtr target = tile.at(row, column / Tile::kElementsPerChunk);
     if constexpr (kVector)
-      copy_async(tile.at(row, chunk), elements, valid);
+      copy_async(target, elements, valid);
     else
-      store_shared(tile.at(row, chunk), load_elements(elements, valid ? columns - column : 0));
+      store_shared(target, load_elements(elements, valid ? columns - column : 0));
   });
 }
 
 template <bool kVector, int kThreads, typename Tile>
 __device__ __forceinline__ void store_tile(Tile tile, typename Tile::Element* target, int64 row_stride, int num_rows,
                                            int columns) {
-  for_each_chunk<kThreads, Tile>([&](int row, int chunk) {
-    const int column = chunk * Tile::kElementsPerChunk;
+  for_each_chunk<kThreads, Tile>(target, row_stride, [&](int row, int column, typename Tile::Element* elements) {
     if (row >= num_rows || column >= columns) return;
-    auto* elements = target + row * row_stride + column;
-    const Chunk value = load_shared_chunk(tile.at(row, chunk));
+    const Chunk value = load_shared_chunk(tile.at(row, column / Tile::kElementsPerChunk));
     if constexpr (kVector)
       store_global_chunk(elements, value);
     else

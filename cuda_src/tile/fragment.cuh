@@ -16,17 +16,17 @@ struct Product {
   static constexpr int kK = 32 / sizeof(Element);  // depth of one step
 };
 
-// A: 16 rows of a row-major tile, step k.
+// A: rows [warp_row + row, + 16) of a row-major tile, step k.
 template <typename Tile>
-__device__ __forceinline__ void load_rows(uint32 (&fragment)[4], Tile tile, int row, int k) {
-  ldmatrix(fragment, [&](int lane) { return tile.at(row + lane % 16, 2 * k, lane / 16); });
+__device__ __forceinline__ void load_rows(uint32 (&fragment)[4], Tile tile, int warp_row, int row, int k) {
+  ldmatrix(fragment, [&](int lane) { return tile.at(warp_row + lane % 16, row, 2 * k, lane / 16); });
 }
 
 // B of A Bᵀ: 16 rows n of a row-major (n, k) tile, step k, as two n-tiles.
 template <typename Tile>
 __device__ __forceinline__ void load_transposed_rows(uint32 (&first)[2], uint32 (&second)[2], Tile tile, int row, int k) {
   uint32 r[4];
-  ldmatrix(r, [&](int lane) { return tile.at(row + lane / 16 * 8 + lane % 8, 2 * k, lane / 8 % 2); });
+  ldmatrix(r, [&](int lane) { return tile.at(lane / 16 * 8 + lane % 8, row, 2 * k, lane / 8 % 2); });
   first[0] = r[0], first[1] = r[1];
   second[0] = r[2], second[1] = r[3];
 }
@@ -37,7 +37,7 @@ template <typename Tile>
 __device__ __forceinline__ void load_columns(uint32 (&first)[2], uint32 (&second)[2], Tile tile, int k, int column) {
   if constexpr (sizeof(typename Tile::Element) == 2) {
     uint32 r[4];
-    ldmatrix_transposed(r, [&](int lane) { return tile.at(16 * k + lane % 16, column / 8, lane / 16); });
+    ldmatrix_transposed(r, [&](int lane) { return tile.at(lane % 16, 16 * k, column / 8, lane / 16); });
     first[0] = r[0], first[1] = r[1];
     second[0] = r[2], second[1] = r[3];
   } else {

@@ -6,19 +6,30 @@
 
 namespace hfc {
 
+// n-tiles that share one fetch of operands: bounds the registers of operand b.
+template <int kN, int kMost>
+constexpr int kTileGroup = kN % kMost == 0 ? kMost : kTileGroup<kN, kMost / 2>;
+template <int kN>
+constexpr int kTileGroup<kN, 2> = 2;
+
 // scores (rows, n) = rows of a (rows, k) times b (n, k) transposed.
 template <typename Multiply, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void gemm_transposed(float (&scores)[kM][kN][4], TileA a, int first_row, TileB b) {
   constexpr int kSteps = TileA::kColumns / Product<typename TileA::Element>::kK;
+  constexpr int kGroup = kTileGroup<kN, 8>;
   clear(scores);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    uint32 rows[kM][4], columns[kN][2];
+    uint32 rows[kM][4];
 #pragma unroll
-    for (int i = 0; i < kM; ++i) load_rows(rows[i], a, first_row + 16 * i, k);
+    for (int i = 0; i < kM; ++i) load_rows(rows[i], a, first_row, 16 * i, k);
 #pragma unroll
-    for (int j = 0; j < kN; j += 2) load_transposed_rows(columns[j], columns[j + 1], b, 8 * j, k);
-    mma_tile<Multiply>(scores, 0, rows, columns);
+    for (int first = 0; first < kN; first += kGroup) {
+      uint32 columns[kGroup][2];
+#pragma unroll
+      for (int j = 0; j < kGroup; j += 2) load_transposed_rows(columns[j], columns[j + 1], b, 8 * (first + j), k);
+      mma_tile<Multiply>(scores, first, rows, columns);
+    }
   }
 }
 
@@ -28,12 +39,14 @@ __device__ __forceinline__ void gemm_accumulator(float (&out)[kM][kN][4], const 
                                                  Keep keep) {
   using Element = typename TileB::Element;
   constexpr int kSteps = TileB::kRows / Product<Element>::kK;
-  constexpr int kGroup = kN % 8 == 0 ? 8 : kN % 4 == 0 ? 4 : 2;  // n-tiles at a time: bounds the registers of operand b
+  constexpr int kGroup = kTileGroup<kN, 8>;
+  uint32 rows[kSteps][kM][4];  // all at once: frees half of the probabilities' registers
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int i = 0; i < kM; ++i) to_operand<Element>(rows[k][i], probabilities[i], k);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    uint32 rows[kM][4];
-#pragma unroll
-    for (int i = 0; i < kM; ++i) to_operand<Element>(rows[i], probabilities[i], k);
 #pragma unroll
     for (int first = 0; first < kN; first += kGroup) {
       uint32 columns[kGroup][2];
@@ -41,7 +54,7 @@ __device__ __forceinline__ void gemm_accumulator(float (&out)[kM][kN][4], const 
       for (int j = 0; j < kGroup; j += 2) load_columns(columns[j], columns[j + 1], b, k, 8 * (first + j));
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) keep(k, columns[j]);
-      mma_tile<Multiply>(out, first, rows, columns);
+      mma_tile<Multiply>(out, first, rows[k], columns);
     }
   }
 }

@@ -23,10 +23,11 @@ struct SharedTile {
   __device__ __forceinline__ SharedPtr at(int row, int chunk) const {
     return base + (row * kRowBytes + (chunk ^ swizzle(row)) * 16);
   }
-  // The same for chunk = even + odd, odd 0 or 1, written so that what depends on the lane stays apart from the constants.
-  __device__ __forceinline__ SharedPtr at(int row, int even, int odd) const {
-    const int lane_part = odd ^ swizzle(row);
-    return base + (row * kRowBytes + (lane_part ^ even % 8) * 16 + even / 8 * 128);
+  // Row `lane_row + row` with row a multiple of 8, chunk `even + odd` with odd 0 or 1. Only the first part depends on the
+  // lane; the constants `even` and `row` follow as an exclusive or and an offset, so that a loop keeps few addresses.
+  __device__ __forceinline__ SharedPtr at(int lane_row, int row, int even, int odd) const {
+    const SharedPtr lane_address = base + (lane_row * kRowBytes + (odd ^ swizzle(lane_row)) * 16);
+    return flip_bits(lane_address, even % kGroup * 16) + (row * kRowBytes + even / kGroup * kGroup * 16);
   }
   __device__ __forceinline__ SharedPtr element(int row, int column) const {
     return at(row, column / kElementsPerChunk) + column % kElementsPerChunk * int(sizeof(Element));
@@ -35,8 +36,8 @@ struct SharedTile {
  private:
   // The eight chunks of 128 bytes cover the banks once. A row of c chunks moves the start by c modulo 8, so rows collide
   // every 8 / g rows, g = the largest power of two in c (at most 8): exactly these exchange their chunks.
-  static constexpr uint32 kGroup = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
-  __device__ __forceinline__ static int swizzle(int row) { return int(uint32(row) / (8 / kGroup) % kGroup); }
+  static constexpr int kGroup = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
+  __device__ __forceinline__ static int swizzle(int row) { return int(uint32(row) / uint32(8 / kGroup) % uint32(kGroup)); }
 };
 
 }  // namespace hfc

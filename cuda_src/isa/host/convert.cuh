@@ -21,6 +21,8 @@ __device__ __forceinline__ float bits_float(uint32 bits) {
 
 __device__ __forceinline__ float max_float(float a, float b) { return a >= b || b != b ? a : b; }
 
+__device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
 // 2^x: the integer part goes to the exponent, the Taylor polynomial on [-1/2, 1/2] takes the rest; below -126 zero.
 __device__ __forceinline__ float exp2_fast(float x) {
   const float bounded = x < 128.0f ? (x > -127.0f ? x : -127.0f) : 128.0f;  // NaN becomes 128, put right below

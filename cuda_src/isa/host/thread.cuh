@@ -1,6 +1,7 @@
 // Threads, barriers, warp exchanges, shared memory addresses.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 
 #include "common/types.cuh"
@@ -10,7 +11,7 @@ namespace hfc {
 
 using SharedPtr = char*;
 
-constexpr int kSharedGap = 64;  // between shared arrays, poisoned for the address sanitizer
+constexpr int kSharedGap = 128;  // between shared arrays, poisoned for the address sanitizer; keeps their alignment
 
 __device__ __forceinline__ SharedPtr shared_base() { return host::Block::current->shared(); }
 inline void mark_shared_gap(SharedPtr gap) {
@@ -24,6 +25,8 @@ __device__ __forceinline__ int thread_id() { return host::Block::current->thread
 __device__ __forceinline__ int lane_id() { return thread_id() % kWarpSize; }
 __device__ __forceinline__ int warp_id() { return thread_id() / kWarpSize; }
 __device__ __forceinline__ int64 block_id() { return host::Block::current->block(); }
+
+__device__ __forceinline__ int64 in_place(int64 value) { return value; }
 
 inline void sync_threads() { host::Block::current->sync(); }
 inline void sync_warp() {
@@ -73,6 +76,11 @@ inline int warp_min(int value) {
   int values[1] = {value};
   exchange<31>(values, [](int a, int b) { return a < b ? a : b; });
   return values[0];
+}
+
+// Valid where the address is aligned to more than `bits`.
+__device__ __forceinline__ SharedPtr flip_bits(SharedPtr address, int bits) {
+  return reinterpret_cast<SharedPtr>(reinterpret_cast<std::uintptr_t>(address) ^ std::uintptr_t(bits));
 }
 
 template <typename T>

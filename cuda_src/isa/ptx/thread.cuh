@@ -17,9 +17,15 @@ __device__ __forceinline__ void mark_shared_gap(SharedPtr) {}
 
 __device__ __forceinline__ int thread_id() { return int(threadIdx.x); }
 __device__ __forceinline__ int lane_id() { return int(threadIdx.x) % kWarpSize; }
-// The shuffle tells the compiler that the value is the same for a whole warp.
+// The shuffle tells the compiler that the value is the same for a whole warp; call it where all lanes do.
 __device__ __forceinline__ int warp_id() { return __shfl_sync(~0u, int(threadIdx.x) / kWarpSize, 0); }
 __device__ __forceinline__ int64 block_id() { return int64(blockIdx.y) * gridDim.x + blockIdx.x; }
+
+// Hides a value's origin: what follows from it is computed where it is used, not kept in registers across a loop.
+__device__ __forceinline__ int64 in_place(int64 value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
 
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
@@ -59,6 +65,9 @@ __device__ __forceinline__ int warp_min(int value) {
   }
   return value;
 }
+
+// Valid where the address is aligned to more than `bits`.
+__device__ __forceinline__ SharedPtr flip_bits(SharedPtr address, int bits) { return address ^ bits; }
 
 __device__ __forceinline__ int load_shared_int(SharedPtr address) {
   int value;
