@@ -85,7 +85,8 @@ def flash_attention(
         describe(q, k, v, *arguments, mask, key_intervals, tf32=tf32)
         return _empty(q, out_shape, lse_shape)
     key = (
-        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device),
+        *(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride()),
+        *(q.dtype, q.device, k.device, v.device),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
         arguments,
         None if mask is None else _layout(mask),

@@ -203,11 +203,9 @@ def _forward_params(
     params["num_m_blocks"] = num_m_blocks
     params["window_left"], params["window_right"] = geometry.window
     params["heads_per_section"] = _heads_per_section(geometry, problem)
-    if geometry.softcap > 0:
-        params["score_scale_log2"] = geometry.softcap * _LOG2_E
-        params["softcap_inner"] = geometry.softmax_scale / geometry.softcap
-    else:
-        params["score_scale_log2"] = geometry.softmax_scale * _LOG2_E
+    params["score_scale_log2"] = (1.0 if geometry.softcap > 0 else geometry.softmax_scale) * _LOG2_E
+    params["softcap"] = geometry.softcap
+    params["softcap_inner"] = geometry.softmax_scale / geometry.softcap if geometry.softcap > 0 else 0.0
     return params
 
 

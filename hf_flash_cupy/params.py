@@ -48,8 +48,8 @@ FORWARD_PARAMS = np.dtype(
         ("window_left", np.int32),
         ("window_right", np.int32),
         ("score_scale_log2", np.float32),
+        ("softcap", np.float32),
         ("softcap_inner", np.float32),
-        ("padding", np.int32),
     ]
 )
 

@@ -18,11 +18,11 @@ struct OnlineSoftmax {
 
   float reference[kRows];  // base 2, the same in the four lanes of a quad
   float sum[kRows];        // of this lane's columns only until finish()
-  // Usually the scale rides on the exponent's subtraction: s · scale - r in one FMA. It must come first where it
-  // would turn the maximum round, and where r is so large that its rounding error would show in s · scale - r.
-  bool scale_first;
+  // Usually the scale rides on the exponent's subtraction: s · scale - r in one FMA. With a reference so large that its
+  // rounding error would show there, the scores are scaled first.
+  bool scale_first = false;
 
-  __device__ __forceinline__ explicit OnlineSoftmax(float scale) : scale_first(scale <= 0.0f) {
+  __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       reference[row] = -kFloatMax;  // finite, so that hidden scores (-inf) minus it stay -inf
@@ -33,6 +33,10 @@ struct OnlineSoftmax {
   // Scores times `scale` (positive) become probabilities relative to the reference; `out` follows when that moves.
   template <int kM, int kN, int kNV>
   __device__ __forceinline__ void update(float (&scores)[kM][kN][4], float (&out)[kM][kNV][4], float scale) {
+    if (scale_first) {
+      scale_scores(scores, scale);
+      scale = 1.0f;
+    }
     float highest[kRows];
     bool exceeds = false;
 #pragma unroll
@@ -41,7 +45,7 @@ struct OnlineSoftmax {
       exceeds |= highest[row] > reference[row] + kSlack;
     }
     if (warp_any(exceeds)) {
-      if (warp_any(any_large(highest))) {
+      if (!scale_first && warp_any(any_large(highest))) {
         scale_first = true;
         scale_scores(scores, scale);
         scale = 1.0f;

@@ -34,10 +34,10 @@ __device__ __forceinline__ float tanh_fast(float y) {
   return square < 0.09f ? y + y * square * p : large;
 }
 
-// cap · tanh(score · inner): cap = softcap · log2(e), inner = softmax_scale / softcap.
+// softcap · tanh(score · inner), inner = softmax_scale / softcap.
 template <typename Element, int kM, int kN>
-__device__ __forceinline__ void cap_scores(float (&scores)[kM][kN][4], float cap, float inner) {
-  for_each_score(scores, [&](float score) { return cap * tanh_fast<Element>(score * inner); });
+__device__ __forceinline__ void cap_scores(float (&scores)[kM][kN][4], float softcap, float inner) {
+  for_each_score(scores, [&](float score) { return softcap * tanh_fast<Element>(score * inner); });
 }
 
 }  // namespace hfc

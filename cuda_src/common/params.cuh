@@ -44,9 +44,9 @@ struct ForwardParams {
   int heads_per_section;      // (batch, head) pairs whose row blocks run interleaved, see TileScheduler
   int window_left;            // keys to the left of the diagonal a row sees, < 0 = all
   int window_right;           // keys to the right, < 0 = all; causal = 0
-  float score_scale_log2;     // softmax_scale * log2(e); with softcap: softcap * log2(e)
+  float score_scale_log2;     // softmax_scale * log2(e); with softcap: log2(e)
+  float softcap;              // 0 = off
   float softcap_inner;        // softmax_scale / softcap, 0 without softcap
-  int padding;
 };
 
 }  // namespace hfc

@@ -104,7 +104,7 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
 
   float out[kM][kNV][4];  // this warp's rows of the output, not yet normalised
   clear(out);
-  OnlineSoftmax<2 * kM> softmax(params.score_scale_log2);
+  OnlineSoftmax<2 * kM> softmax;
   const int warp_row = warp_id() * Traits::kWarpRows;
   // From the right: the blocks that a causal mask cuts come first, and the last block is a whole one.
   for (int n = last_block; n >= first_block; --n) {
@@ -135,11 +135,10 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
 
     float scale = params.score_scale_log2;
     if constexpr (Config::kSoftcap) {
-      cap_scores<Element>(scores, scale, params.softcap_inner);
-      scale = 1.0f;
-    } else if (softmax.scale_first) {
-      scale_scores(scores, scale);
-      scale = 1.0f;
+      cap_scores<Element>(scores, params.softcap, params.softcap_inner);
+    } else if (scale <= 0.0f) {  // the softmax wants a positive scale: hidden scores are -inf, and the maximum counts
+      scale_scores(scores, scale < 0.0f ? -1.0f : 0.0f);
+      scale = scale < 0.0f ? -scale : 1.0f;
     }
     if (visibility == Visibility::kSome) {
       if (!RowMask<Config>::kHoles) mask.look(visible, n * Config::kBlockN);  // only now: the registers were the product's

@@ -26,7 +26,7 @@ struct CopyLayout {
 // Calls visit(row, column, elements) for every chunk of the tile, one thread each; `elements` is where the chunk's first
 // element lies in device memory, `origin` where the tile's does. The address moves by one step a pass, since a loop would
 // keep all the multiples of the stride otherwise.
-template <int kThreads, typename Tile, typename Pointer, typename Visit>
+template <bool kVector, int kThreads, typename Tile, typename Pointer, typename Visit>
 __device__ __forceinline__ void for_each_chunk(Pointer origin, int64 row_stride, Visit visit) {
   using Layout = CopyLayout<Tile, kThreads>;
   row_stride = in_place(row_stride);
@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_each_chunk(Pointer origin, int64 row_stride,
   for (int chunk = thread_id() % Layout::kColumnsPerPass; chunk < Tile::kChunks; chunk += Layout::kColumnsPerPass) {
     const int column = chunk * Tile::kElementsPerChunk;
     Pointer elements = origin + first_row * row_stride + column;
-#pragma unroll
+#pragma unroll(kVector ? Layout::kPasses : 1)
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
       const int row = first_row + pass * Layout::kRowsPerPass;
       if (Layout::kFull || row < Tile::kRows) visit(row, column, elements);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_elements(Element* target, Chunk chunk, int
 template <bool kVector, int kThreads, typename Tile>
 __device__ __forceinline__ void load_tile(Tile tile, const typename Tile::Element* source, int64 row_stride, RowRange rows,
                                           int columns) {
-  for_each_chunk<kThreads, Tile>(source, row_stride, [&](int row, int column, const typename Tile::Element* elements) {
+  for_each_chunk<kVector, kThreads, Tile>(source, row_stride, [&](int row, int column, const typename Tile::Element* elements) {
     const bool valid = row >= rows.first && row < rows.end && column < columns;
     const SharedPtr target = tile.at(row, column / Tile::kElementsPerChunk);
     if constexpr (kVector)
@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_tile(Tile tile, const typename Tile::Elemen
 template <bool kVector, int kThreads, typename Tile>
 __device__ __forceinline__ void store_tile(Tile tile, typename Tile::Element* target, int64 row_stride, int num_rows,
                                            int columns) {
-  for_each_chunk<kThreads, Tile>(target, row_stride, [&](int row, int column, typename Tile::Element* elements) {
+  for_each_chunk<kVector, kThreads, Tile>(target, row_stride, [&](int row, int column, typename Tile::Element* elements) {
     if (row >= num_rows || column >= columns) return;
     const Chunk value = load_shared_chunk(tile.at(row, column / Tile::kElementsPerChunk));
     if constexpr (kVector)
