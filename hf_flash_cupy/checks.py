@@ -48,6 +48,11 @@ def dimensions(q: Any, k: Any, v: Any, count: int) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; {layout} is needed.")
 
 
+def device(q: Tensor) -> None:
+    if q.device.type not in ("cuda", "cpu"):
+        raise UnsupportedProblem(f"q is on {q.device}; CUDA GPUs and the CPU are supported.")
+
+
 def dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in _SUPPORTED_DTYPES:
@@ -72,8 +77,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}: move them to one device.")
         if x.shape[1] > _MAX_SEQLEN:
             raise UnsupportedProblem(f"{name} has {x.shape[1]} positions; at most {_MAX_SEQLEN} are supported.")
-    if q.device.type not in ("cuda", "cpu"):
-        raise UnsupportedProblem(f"q is on {q.device}; CUDA GPUs and the CPU are supported.")
+    device(q)
     if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
         raise ValueError(
             f"k has shape {tuple(k.shape)}, v {tuple(v.shape)}: both need the same seqlen and heads (dimensions 1 and 2)."

@@ -39,9 +39,11 @@ def forward_config(problem: AttentionProblem, arch: str, tile: Tile) -> KernelCo
         "Intervals": problem.intervals,
         "Mask": problem.mask,
         "Softcap": problem.softcap,
+        "PositiveScale": problem.positive_scale,
         "Varlen": problem.varlen,
     }
-    on = [name.lower() for name, value in features.items() if value]
+    on = [name.lower() for name, value in features.items() if value and name != "PositiveScale"]
+    on += [] if problem.positive_scale else ["anyscale"]
     product = "tf32" if problem.tf32 else problem.dtype
     sizes = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}_dv{head_dim_v}"
     numbers = f"m{tile.block_m}_n{tile.block_n}_w{tile.num_warps}_s{tile.stages}"

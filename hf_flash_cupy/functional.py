@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from . import checks, dlpack, ops
 from .errors import MissingDependency, UnsupportedProblem
 from .launch import ForwardPlan, Geometry
 from .problem import AttentionProblem
-from .reference import attention_reference
+from .reference import attention_reference, varlen_reference
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -102,7 +103,9 @@ def flash_attention(
     except MissingDependency as error:
         if q.is_cuda:
             raise
-        return _reference(q, k, v, *arguments, mask, key_intervals, return_lse, str(error))
+        names = ("causal", "window_size", "softmax_scale", "softcap", "mask", "key_intervals")
+        options = dict(zip(names, (*arguments, mask, key_intervals), strict=True))
+        return _reference(attention_reference, (q, k, v), options, return_lse, str(error))
     out, lse = ops.forward(plan, q, k, v, out_shape, lse_shape, mask, key_intervals, None)
     return (out, lse) if return_lse else out
 
@@ -156,7 +159,13 @@ def flash_attention_varlen(
     lse_shape = (q.shape[1], q.shape[0]) if return_lse else None
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         return _empty(q, out_shape, lse_shape)
-    plan = ops.plan_for((problem, geometry, q.device), lambda: ForwardPlan(problem, geometry, q.device))
+    try:
+        plan = ops.plan_for((problem, geometry, q.device), lambda: ForwardPlan(problem, geometry, q.device))
+    except MissingDependency as error:
+        if q.is_cuda:
+            raise
+        options = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
+        return _reference(varlen_reference, (q, k, v, *cu_seqlens), options, return_lse, str(error))
     out, lse = ops.forward(plan, q, k, v, out_shape, lse_shape, None, None, cu_seqlens)
     return (out, lse) if return_lse else out
 
@@ -177,6 +186,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> tuple[Tensor, T
             "q, k or v requires a gradient: this version has the forward pass only. Call under torch.no_grad() or "
             'torch.inference_mode(), or train with attn_implementation="sdpa".'
         )
+    if not (q.is_cuda or q.device.type == "cpu"):
+        checks.device(q)
     autocast = torch.is_autocast_enabled(q.device.type)
     dtype = torch.get_autocast_dtype(q.device.type) if autocast else v.dtype
     if not (q.dtype == k.dtype == v.dtype == dtype):
@@ -241,6 +252,7 @@ def describe(
         intervals=key_intervals is not None,
         mask=mask is not None,
         softcap=softcap > 0,
+        positive_scale=scale > 0 or softcap > 0,
         varlen=entries is not None,
         tf32=tf32 and q.dtype == torch.float32,
     )
@@ -281,30 +293,15 @@ def uses_tf32(q: Tensor) -> bool:
 
 
 def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window_size: tuple[int, int],
-    softmax_scale: float | None,
-    softcap: float,
-    mask: Tensor | None,
-    key_intervals: Tensor | None,
+    function: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor, ...],
+    options: dict[str, Any],
     return_lse: bool,
     reason: str,
 ) -> Any:
     _warn_reference(reason)
-    out, lse = attention_reference(
-        *(q, k, v),
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        mask=mask,
-        key_intervals=key_intervals,
-        compute_dtype=torch.float32,
-    )
-    out = out.to(q.dtype).contiguous()
+    out, lse = function(*tensors, **options, compute_dtype=torch.float32)
+    out = out.to(tensors[0].dtype).contiguous()
     return (out, lse) if return_lse else out
 
 

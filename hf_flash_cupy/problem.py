@@ -22,6 +22,7 @@ class AttentionProblem:
     intervals: bool = False  # key_intervals given
     mask: bool = False  # dense mask given
     softcap: bool = False
+    positive_scale: bool = True  # softmax_scale > 0; with softcap always True
     varlen: bool = False
     tf32: bool = False  # fp32 products on tensor cores, if the user allowed it
 

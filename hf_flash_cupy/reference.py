@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,25 @@ def attention_reference(
     probabilities = torch.exp(scores - lse.unsqueeze(-1).masked_fill(empty, 0)).masked_fill(empty, 0)
     out = probabilities[..., :seqlen_k] @ v
     return out.transpose(1, 2), lse
+
+
+def varlen_reference(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_reference` of packed sequences, one after the other.
+
+    q (total_q, num_heads, head_dim), k and v (total_k, num_heads_k, …). Returns out (total_q, num_heads, head_dim_v)
+    and lse (num_heads, total_q); rows beyond the last offset: 0 and −inf.
+    """
+    dtype = options.get("compute_dtype", torch.float64)
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=dtype)
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype)
+    offsets_q, offsets_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(offsets_q) - 1):
+        rows, keys = slice(offsets_q[i], offsets_q[i + 1]), slice(offsets_k[i], offsets_k[i + 1])
+        part, part_lse = attention_reference(q[None, rows], k[None, keys], v[None, keys], **options)
+        out[rows], lse[:, rows] = part[0], part_lse[0]
+    return out, lse
 
 
 def visible_keys(

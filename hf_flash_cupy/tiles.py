@@ -6,8 +6,9 @@ A tile number never changes what is computed, only how fast.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
-from .problem import AttentionProblem, Tile
+from .problem import AttentionProblem, DType, Tile
 
 # Shared memory one thread block may use, bytes (CUDA C++ Programming Guide, compute capabilities).
 SHARED_LIMITS: dict[str, int] = {
@@ -93,7 +94,7 @@ def candidates(problem: AttentionProblem, arch: str) -> Iterator[Tile]:
 
 
 def _plain(problem: AttentionProblem) -> bool:
-    return problem.vector and not (problem.mask or problem.softcap or problem.varlen)
+    return problem.vector and problem.positive_scale and not (problem.mask or problem.softcap or problem.varlen)
 
 
 def choose(problem: AttentionProblem, arch: str) -> Tile:
@@ -102,28 +103,40 @@ def choose(problem: AttentionProblem, arch: str) -> Tile:
     return next(tile for tile in candidates(problem, arch) if shared_bytes(tile, problem, arch) <= limit)
 
 
+_SCORES = ((False, True), (False, False), (True, True))  # softcap, positive_scale
+_MASKS = (  # intervals, mask, varlen
+    (False, False, False),
+    (True, False, False),
+    (False, True, False),
+    (True, True, False),
+    (False, False, True),
+)
+_PRODUCTS: tuple[tuple[DType, bool], ...] = (("fp16", False), ("bf16", False), ("fp32", False), ("fp32", True))
+
+
 def reachable_problems(arch: str) -> Iterator[AttentionProblem]:
     """One problem for every kernel that a call on ``arch`` can reach."""
     pairs = [(d, d) for d in HEAD_DIMS]
     pairs += [(d, dv) for d in UNEQUAL_HEAD_DIMS for dv in UNEQUAL_HEAD_DIMS if d != dv]
-    for dtype, tf32 in (("fp16", False), ("bf16", False), ("fp32", False), ("fp32", True)):
+    for dtype, tf32 in _PRODUCTS:
         if (dtype == "bf16" or tf32) and arch == "75" or tf32 and arch == "host":
             continue
         for d, dv in pairs:
-            for bits in range(8):
-                vector, softcap, long = bool(bits & 1), bool(bits & 2), bool(bits & 4)
+            for vector, long, (softcap, positive_scale), (intervals, mask, varlen) in product(
+                (False, True), (False, True), _SCORES, _MASKS
+            ):
                 if long and (dtype == "fp32" or max(d, dv) > 128 or arch == "host"):
                     continue  # the same kernel as for few rows
-                for intervals, mask, varlen in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1)):
-                    yield AttentionProblem(
-                        dtype=dtype,  # type: ignore[arg-type]
-                        head_dim=d,
-                        head_dim_v=dv,
-                        seqlen_q=SHORT_SEQLEN_Q + 1 if long else 1,
-                        vector=vector,
-                        intervals=bool(intervals),
-                        mask=bool(mask),
-                        softcap=softcap,
-                        varlen=bool(varlen),
-                        tf32=tf32,
-                    )
+                yield AttentionProblem(
+                    dtype=dtype,
+                    head_dim=d,
+                    head_dim_v=dv,
+                    seqlen_q=SHORT_SEQLEN_Q + 1 if long else 1,
+                    vector=vector,
+                    intervals=intervals,
+                    mask=mask,
+                    softcap=softcap,
+                    positive_scale=positive_scale,
+                    varlen=varlen,
+                    tf32=tf32,
+                )

@@ -112,11 +112,21 @@ def race(runs: dict[str, Run], rounds: int, round_ms: float) -> dict[str, float]
         run()
         calls[name] = max(2, int(round_ms / milliseconds(run, 3)))
     times: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(rounds):
-        order = names[index % len(names) :] + names[: index % len(names)]
-        for name in order if index % 2 == 0 else reversed(order):
+    orders = balanced_orders(len(names))
+    for index in range(-(-rounds // len(orders)) * len(orders)):
+        for position in orders[index % len(orders)]:
+            name = names[position]
             times[name].append(milliseconds(runs[name], calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders in which each runs after each other one equally often (Williams 1949): what ran before sets the clock."""
+    zigzag = [0]
+    for step in range(1, count):
+        zigzag.append((zigzag[-1] + (step if step % 2 else -step)) % count)
+    orders = [[(position + shift) % count for position in zigzag] for shift in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
 
 
 def extra_bytes(run: Run) -> int:

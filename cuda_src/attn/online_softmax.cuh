@@ -18,9 +18,7 @@ struct OnlineSoftmax {
 
   float reference[kRows];  // base 2, the same in the four lanes of a quad
   float sum[kRows];        // of this lane's columns only until finish()
-  // Usually the scale rides on the exponent's subtraction: s · scale - r in one FMA. With a reference so large that its
-  // rounding error would show there, the scores are scaled first.
-  bool scale_first = false;
+  float slack = kSlack;    // -inf: every block takes the slow road, see scale_first()
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -33,20 +31,15 @@ struct OnlineSoftmax {
   // Scores times `scale` (positive) become probabilities relative to the reference; `out` follows when that moves.
   template <int kM, int kN, int kNV>
   __device__ __forceinline__ void update(float (&scores)[kM][kN][4], float (&out)[kM][kNV][4], float scale) {
-    if (scale_first) {
-      scale_scores(scores, scale);
-      scale = 1.0f;
-    }
     float highest[kRows];
     bool exceeds = false;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       highest[row] = row_maximum(scores[row / 2], row % 2) * scale;
-      exceeds |= highest[row] > reference[row] + kSlack;
+      exceeds |= highest[row] > reference[row] + slack;
     }
     if (warp_any(exceeds)) {
-      if (!scale_first && warp_any(any_large(highest))) {
-        scale_first = true;
+      if (scale_first(highest)) {
         scale_scores(scores, scale);
         scale = 1.0f;
       }
@@ -90,12 +83,16 @@ struct OnlineSoftmax {
     return highest;
   }
 
-  __device__ __forceinline__ static bool any_large(const float (&highest)[kRows]) {
-    bool large = false;
+  // The scale rides on the exponent's subtraction, s · scale - r in one FMA, whose result is off by the rounding error of r.
+  // That is nothing, until r is so large that 2^error shows: from then on the scores are scaled before the maximum is taken.
+  __device__ __forceinline__ bool scale_first(const float (&highest)[kRows]) {
+    bool large = slack != kSlack;
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
       large |= highest[row] > kLarge || (highest[row] < -kLarge && highest[row] >= -kFloatMax);
-    return large;
+    if (!warp_any(large)) return false;
+    slack = bits_float(0xff800000u);
+    return true;
   }
 
   template <int kM, int kNV>

@@ -136,7 +136,8 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
     float scale = params.score_scale_log2;
     if constexpr (Config::kSoftcap) {
       cap_scores<Element>(scores, params.softcap, params.softcap_inner);
-    } else if (scale <= 0.0f) {  // the softmax wants a positive scale: hidden scores are -inf, and the maximum counts
+    } else if constexpr (!Config::kPositiveScale) {
+      // The softmax wants a positive scale: hidden scores are -inf, and the maximum counts.
       scale_scores(scores, scale < 0.0f ? -1.0f : 0.0f);
       scale = scale < 0.0f ? -scale : 1.0f;
     }

@@ -1,0 +1,125 @@
+"""Compiling kernels before they are needed (``hf-flash-cupy cache warm``); no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hf_flash_cupy import dispatch, tiles
+from hf_flash_cupy.problem import AttentionProblem, DType, KernelConfig
+
+DTYPES: dict[str, DType] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What of a model decides which kernels it needs."""
+
+    head_dim: int
+    head_dim_v: int
+    softcap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    name: str
+    seconds: float  # 0 where the kernel was there already
+
+
+def heads_of_model(model: str) -> Heads:
+    """Reads the head sizes out of the ``config.json`` of a folder or, through its client, of a hub.
+
+    Raises ValueError where it does not state them (some leave them to their class's defaults).
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        path = folder / "config.json"
+    else:
+        import huggingface_hub
+
+        path = Path(huggingface_hub.hf_hub_download(model, "config.json"))
+    return heads_of_config(json.loads(path.read_text()))
+
+
+def heads_of_config(config: dict[str, Any]) -> Heads:
+    """The same for a parsed ``config.json``; in a multimodal model the language model's part counts."""
+    config = config.get("text_config", config)
+    head_dim = config.get("head_dim")
+    if head_dim is None and {"hidden_size", "num_attention_heads"} <= config.keys():
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    # Multi-head latent attention: the rotated and the unrotated part are attended as one.
+    if "qk_rope_head_dim" in config and "qk_nope_head_dim" in config:
+        head_dim = config["qk_rope_head_dim"] + config["qk_nope_head_dim"]
+    if head_dim is None:
+        raise ValueError("This model's config.json states no head size: name it with --head-dim.")
+    return Heads(head_dim, config.get("v_head_dim") or head_dim, bool(config.get("attn_logit_softcapping")))
+
+
+def problems(heads: Heads, dtype: str) -> Iterator[AttentionProblem]:
+    """What a Transformers model asks for: few and many rows, each without and with key intervals."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: supported are {', '.join(DTYPES)}.")
+    if min(heads.head_dim, heads.head_dim_v) < 1:
+        raise ValueError(f"head_dim {heads.head_dim}, head_dim_v {heads.head_dim_v}: must be 1 to 256.")
+    for seqlen_q, intervals in product((1, tiles.SHORT_SEQLEN_Q + 1), (False, True)):
+        yield AttentionProblem(
+            dtype=DTYPES[dtype],
+            head_dim=heads.head_dim,
+            head_dim_v=heads.head_dim_v,
+            seqlen_q=seqlen_q,
+            vector=_is_vector(heads, dtype),
+            intervals=intervals,
+            softcap=heads.softcap,
+        )
+
+
+def architectures(asked: Iterable[str] = ()) -> list[str]:
+    """Compute capabilities without the dot, or "host": ``asked``, else this machine's GPUs."""
+    import torch
+
+    if not (found := list(dict.fromkeys(asked))):
+        capabilities = (torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+        found = sorted({f"{major}{minor}" for major, minor in capabilities}) or ["host"]
+    for arch in found:
+        if arch != "host" and not (arch.isdecimal() and int(arch) >= int(tiles.ARCHS[0])):
+            raise ValueError(
+                f"--arch {arch}: must be host or {tiles.ARCHS[0]} and above (90 for an H100 or H200)."
+            )
+    return found
+
+
+def default_dtypes(arch: str) -> list[str]:
+    """What models are loaded in there: 16 bits on a GPU, in the type its tensor cores have, 32 on a CPU."""
+    return ["float32" if arch == "host" else "float16" if int(arch) < 80 else "bfloat16"]
+
+
+def configurations(heads: Heads, dtypes: Iterable[str], arch: str) -> list[KernelConfig]:
+    """The kernels for ``heads`` on ``arch``, each once. Raises UnsupportedProblem where there is none."""
+    known = [name for name in tiles.ARCHS if arch == "host" or int(name) <= int(arch)]
+    kernel_arch = "host" if arch == "host" else known[-1]
+    found = (dispatch.select(problem, kernel_arch) for dtype in dtypes for problem in problems(heads, dtype))
+    return list({config.name: config for config in found}.values())
+
+
+def warm(config: KernelConfig, arch: str) -> Warmed:
+    """Brings the binary of ``config`` for ``arch`` into the cache; raises what compiling raises."""
+    from hf_flash_cupy.jit import cache, compiler, module
+
+    if arch == "host":
+        recipe = module.host_recipe(config)
+    else:
+        capability = divmod(int(arch), 10)
+        target = compiler.select_target(config.arch, capability, compiler.supported_archs())
+        recipe = module.cuda_recipe(config, target)
+    entry = cache.fetch(recipe)
+    return Warmed(config.name, entry.meta["seconds"] if entry.fresh else 0.0)
+
+
+def _is_vector(heads: Heads, dtype: str) -> bool:
+    """Whether rows are whole 16-byte chunks, as they are in the contiguous tensors of a model."""
+    size = 4 if dtype == "float32" else 2
+    return all(width * size % 16 == 0 for width in (heads.head_dim, heads.head_dim_v))
