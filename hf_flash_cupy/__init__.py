@@ -1,9 +1,14 @@
-"""FlashAttention for Hugging Face Transformers from CUDA C++ sources compiled at run time."""
+"""FlashAttention for Hugging Face Transformers from CUDA C++ sources compiled at run time.
+
+Importing this package makes ``attn_implementation="cupy_fa2"`` known to Transformers.
+"""
+
+__version__ = "0.1.0"  # first: the kernel cache is named after it
 
 from .errors import CompilationError, MissingDependency, UnsupportedProblem
 from .functional import explain, flash_attention, flash_attention_varlen
+from .integrations.transformers import register
 
-__version__ = "0.1.0"
 __all__ = [
     "CompilationError",
     "MissingDependency",
@@ -12,3 +17,5 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
 ]
+
+register()

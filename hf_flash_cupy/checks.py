@@ -15,9 +15,7 @@ _MAX_SEQLEN = 2**31 - 1 - 512  # positions are 32-bit in the kernels, and a bloc
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def refuse_options(
-    alibi_slopes: Any, sinks: Any, bias: Any, dropout_p: float, algorithm: str
-) -> None:
+def refuse_options(alibi_slopes: Any, sinks: Any, bias: Any, dropout_p: float, algorithm: str) -> None:
     """Raises for what the kernels cannot do; nothing is ever silently dropped."""
     for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("bias", bias)):
         if value is not None:
@@ -92,7 +90,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} has head_dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} are supported. "
                 'Use attn_implementation="sdpa" for this model.'
             )
-    if k.shape[2] == 0 and q.shape[2] or k.shape[2] and q.shape[2] % k.shape[2]:
+    if (k.shape[2] == 0 and q.shape[2]) or (k.shape[2] and q.shape[2] % k.shape[2]):
         raise ValueError(f"q has {q.shape[2]} heads, k {k.shape[2]}: the first must be a multiple of the second.")
 
 

@@ -81,12 +81,8 @@ def warm(
     head_dim: Annotated[int, typer.Option(help="Head size, in place of a model.")] = 0,
     head_dim_v: Annotated[int, typer.Option(help="Head size of v, where it differs.")] = 0,
     softcap: Annotated[bool, typer.Option("--softcap", help="Kernels with softcap.")] = False,
-    dtype: Annotated[
-        str, typer.Option(help="float16,bfloat16,float32; default: what the GPU is used with.")
-    ] = "",
-    arch: Annotated[
-        str, typer.Option(help="75,80,90,…,host; default: this machine's. Needs no such GPU.")
-    ] = "",
+    dtype: Annotated[str, typer.Option(help="float16,bfloat16,float32; default: what the GPU is used with.")] = "",
+    arch: Annotated[str, typer.Option(help="75,80,90,…,host; default: this machine's. Needs no such GPU.")] = "",
 ) -> None:
     """Compile what a model needs before it is needed, here or, in an image, for another machine."""
     from hf_flash_cupy import warm as warming
@@ -94,11 +90,7 @@ def warm(
     if bool(model) == bool(head_dim):
         raise typer.BadParameter("name a model or --head-dim, one of the two")
     try:
-        heads = (
-            warming.heads_of_model(model)
-            if model
-            else warming.Heads(head_dim, head_dim_v or head_dim, softcap)
-        )
+        heads = warming.heads_of_model(model) if model else warming.Heads(head_dim, head_dim_v or head_dim, softcap)
         for each in warming.architectures(_listed(arch)):
             for config in warming.configurations(heads, _listed(dtype) or warming.default_dtypes(each), each):
                 warmed = warming.warm(config, each)

@@ -43,9 +43,7 @@ class KernelCheck:
 class Environment:
     """The facts a diagnosis reads. Empty strings and None mean "not there"."""
 
-    versions: Mapping[str, str] = field(
-        default_factory=dict
-    )  # distribution name → version, what is installed
+    versions: Mapping[str, str] = field(default_factory=dict)  # distribution name → version, what is installed
     torch_cuda: str = ""  # the CUDA version torch was built for, e.g. "13.0"
     gpu_device: bool = False  # the operating system shows an NVIDIA device
     gpus: tuple[Gpu, ...] = ()  # what torch can use

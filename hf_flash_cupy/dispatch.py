@@ -49,9 +49,7 @@ def forward_config(problem: AttentionProblem, arch: str, tile: Tile) -> KernelCo
     numbers = f"m{tile.block_m}_n{tile.block_n}_w{tile.num_warps}_s{tile.stages}"
     return KernelConfig(
         kernel="fa2_forward",
-        name="_".join(
-            ["fa2_forward", product, sizes, numbers, *on, "host" if arch == "host" else f"sm{arch}"]
-        ),
+        name="_".join(["fa2_forward", product, sizes, numbers, *on, "host" if arch == "host" else f"sm{arch}"]),
         include="fa2/forward.cuh",
         params="ForwardParams",
         arch=arch,

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 
 def call(function: Callable[..., Any], arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Runs ``function`` on torch views of the DLPack ``arrays``; results are CuPy arrays on the same memory."""
     for name, array in zip(("q", "k", "v"), arrays, strict=True):
         if not hasattr(array, "__dlpack__"):
-            raise TypeError(f"{name} is a {type(array).__name__}; a torch.Tensor or a CUDA array with __dlpack__ is needed.")
-    views = [torch.from_dlpack(array) for array in arrays]
+            raise TypeError(
+                f"{name} is a {type(array).__name__}; a torch.Tensor or a CUDA array with __dlpack__ is needed."
+            )
+    views = [from_dlpack(array) for array in arrays]
     options = {key: _view(value) for key, value in options.items()}
     with torch.no_grad():
         results = function(*views, **options)
@@ -21,7 +24,7 @@ def call(function: Callable[..., Any], arrays: tuple[Any, ...], options: dict[st
 
 
 def _view(value: Any) -> Any:
-    return torch.from_dlpack(value) if hasattr(value, "__dlpack__") and not isinstance(value, torch.Tensor) else value
+    return from_dlpack(value) if hasattr(value, "__dlpack__") and not isinstance(value, torch.Tensor) else value
 
 
 def _export(result: torch.Tensor) -> Any:

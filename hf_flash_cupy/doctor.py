@@ -36,9 +36,7 @@ def examine(console: Console) -> int:
 def collect() -> Environment:
     """Looks at this machine. Nothing is compiled or launched; a thing that cannot be found is left empty."""
     versions = installed_versions()
-    nvrtc, archs, nvrtc_error = (
-        _nvrtc() if any(name.startswith("cupy") for name in versions) else (None, (), "")
-    )
+    nvrtc, archs, nvrtc_error = _nvrtc() if any(name.startswith("cupy") for name in versions) else (None, (), "")
     compiler, compiler_mend = _compiler()
     cache_dir, entries, size = _cache()
     return Environment(
@@ -193,9 +191,7 @@ def _facts(env: Environment) -> Table:
     archs = f"{dotted(env.nvrtc)} for sm_{' '.join(map(str, env.nvrtc_archs))}" if env.nvrtc else "none"
     table.add_row("NVRTC", archs)
     table.add_row("C++ compiler", env.compiler or "none")
-    table.add_row(
-        "kernel cache", f"{env.cache_dir}: {env.cache_entries} kernels, {env.cache_bytes / 2**20:.1f} MiB"
-    )
+    table.add_row("kernel cache", f"{env.cache_dir}: {env.cache_entries} kernels, {env.cache_bytes / 2**20:.1f} MiB")
     for check in env.checks:
         numbers = f"{check.kernel}: off float64 by {check.error:.1e} (allowed {check.limit:.1e})"
         table.add_row(f"{check.backend} kernel", check.failure or numbers)

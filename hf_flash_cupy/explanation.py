@@ -19,9 +19,7 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     checks.refuse_options(*(given[name] for name in ("alibi_slopes", "sinks", "bias", "dropout_p", "algorithm")))
     names = ("causal", "window_size", "softmax_scale", "softcap", "mask", "key_intervals")
     q, k, v = functional.prepare(q, k, v, 4)
-    problem, geometry = functional.describe(
-        q, k, v, *(given[name] for name in names), tf32=functional.uses_tf32(q)
-    )
+    problem, geometry = functional.describe(q, k, v, *(given[name] for name in names), tf32=functional.uses_tf32(q))
     arch = device_arch(q.device)
     config = dispatch.select(problem, arch)
     tile = config.tile

@@ -164,7 +164,12 @@ def flash_attention_varlen(
     except MissingDependency as error:
         if q.is_cuda:
             raise
-        options = {"causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap}
+        options = {
+            "causal": causal,
+            "window_size": window_size,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+        }
         return _reference(varlen_reference, (q, k, v, *cu_seqlens), options, return_lse, str(error))
     out, lse = ops.forward(plan, q, k, v, out_shape, lse_shape, None, None, cu_seqlens)
     return (out, lse) if return_lse else out
@@ -307,6 +312,4 @@ def _reference(
 
 @cache
 def _warn_reference(reason: str) -> None:
-    warnings.warn(
-        f"hf_flash_cupy runs plain PyTorch operations on the CPU, not its kernels. {reason}", stacklevel=4
-    )
+    warnings.warn(f"hf_flash_cupy runs plain PyTorch operations on the CPU, not its kernels. {reason}", stacklevel=4)

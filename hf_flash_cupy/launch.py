@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, env, tiles
+from .errors import UnsupportedProblem
 from .jit import module
 from .params import FORWARD_PARAMS
 from .problem import AttentionProblem, KernelConfig
@@ -90,7 +91,7 @@ def device_arch(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     known = [arch for arch in tiles.ARCHS if int(arch) <= 10 * major + minor]
     if not known:
-        raise dispatch.UnsupportedProblem(
+        raise UnsupportedProblem(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; 7.5 (Turing) or newer "
             'is supported. Use attn_implementation="sdpa" on this GPU.'
         )
@@ -111,7 +112,7 @@ class ForwardPlan:
         grid_x = min(self.num_tiles, _MAX_GRID_X)
         self.grid = (grid_x, -(-self.num_tiles // grid_x))
         self._params = _forward_params(geometry, problem, num_m_blocks, self.num_tiles)
-        self._words = memoryview(self._params.view(np.uint8)).cast("Q")  # pointers are written through it
+        self._words = memoryview(self._params.view(np.uint8).data).cast("Q")  # pointers are written through it
         self._address = self._params.ctypes.data
         self._launch = self._prepare_host() if device.type == "cpu" else self._prepare_cuda()
         if env.explain():

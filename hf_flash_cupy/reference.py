@@ -32,9 +32,7 @@ def attention_reference(
     """
     batch = max(q.shape[0], k.shape[0], v.shape[0])
     num_heads, seqlen_q, seqlen_k = q.shape[2], q.shape[1], k.shape[1]
-    visible = visible_keys(
-        batch, num_heads, seqlen_q, seqlen_k, q.device, causal, window_size, mask, key_intervals
-    )
+    visible = visible_keys(batch, num_heads, seqlen_q, seqlen_k, q.device, causal, window_size, mask, key_intervals)
     if bias is not None:
         visible = visible & (bias != -torch.inf)
     seen = visible.any(dim=2).unsqueeze(-1)  # (batch, heads, seqlen_k, 1): hidden keys may hold anything

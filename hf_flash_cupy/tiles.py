@@ -81,7 +81,7 @@ def candidates(problem: AttentionProblem, arch: str) -> Iterator[Tile]:
         if widest <= 64:
             # A second stage needs one barrier a step instead of two (measured: +8 %).
             yield Tile(128, 64, 4, 2, 2)
-        elif widest <= 96 or (problem.head_dim, problem.head_dim_v) == (128, 128) and _plain(problem):
+        elif widest <= 96 or ((problem.head_dim, problem.head_dim_v) == (128, 128) and _plain(problem)):
             yield Tile(128, 64, 4, 1, 2)
         elif not problem.mask:
             # The registers that every feature takes on top of 128 of output are those of half the scores.
@@ -111,7 +111,12 @@ _MASKS = (  # intervals, mask, varlen
     (True, True, False),
     (False, False, True),
 )
-_PRODUCTS: tuple[tuple[DType, bool], ...] = (("fp16", False), ("bf16", False), ("fp32", False), ("fp32", True))
+_PRODUCTS: tuple[tuple[DType, bool], ...] = (
+    ("fp16", False),
+    ("bf16", False),
+    ("fp32", False),
+    ("fp32", True),
+)
 
 
 def reachable_problems(arch: str) -> Iterator[AttentionProblem]:
@@ -119,7 +124,7 @@ def reachable_problems(arch: str) -> Iterator[AttentionProblem]:
     pairs = [(d, d) for d in HEAD_DIMS]
     pairs += [(d, dv) for d in UNEQUAL_HEAD_DIMS for dv in UNEQUAL_HEAD_DIMS if d != dv]
     for dtype, tf32 in _PRODUCTS:
-        if (dtype == "bf16" or tf32) and arch == "75" or tf32 and arch == "host":
+        if ((dtype == "bf16" or tf32) and arch == "75") or (tf32 and arch == "host"):
             continue
         for d, dv in pairs:
             for vector, long, (softcap, positive_scale), (intervals, mask, varlen) in product(

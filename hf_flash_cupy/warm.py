@@ -86,9 +86,7 @@ def architectures(asked: Iterable[str] = ()) -> list[str]:
         found = sorted({f"{major}{minor}" for major, minor in capabilities}) or ["host"]
     for arch in found:
         if arch != "host" and not (arch.isdecimal() and int(arch) >= int(tiles.ARCHS[0])):
-            raise ValueError(
-                f"--arch {arch}: must be host or {tiles.ARCHS[0]} and above (90 for an H100 or H200)."
-            )
+            raise ValueError(f"--arch {arch}: must be host or {tiles.ARCHS[0]} and above (90 for an H100 or H200).")
     return found
 
 

@@ -183,8 +183,14 @@ def call_costs() -> dict[str, float]:
 
 def environment() -> dict[str, object]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
-    card, driver, power = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].split(", ")
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    card, driver, power = (
+        subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].split(", ")
+    )
+    versions = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
     for name in ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc"):
         try:
             versions[name] = metadata.version(name)

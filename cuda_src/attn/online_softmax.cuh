@@ -17,8 +17,8 @@ struct OnlineSoftmax {
   static constexpr float kLarge = 16777216.0f;  // 2^24
 
   float reference[kRows];  // base 2, the same in the four lanes of a quad
-  float sum[kRows];        // of this lane's columns only until finish()
-  float slack = kSlack;    // -inf: every block takes the slow road, see scale_first()
+  float sum[kRows];  // of this lane's columns only until finish()
+  float slack = kSlack;  // -inf: every block takes the slow road, see scale_first()
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -69,7 +69,7 @@ struct OnlineSoftmax {
 
   // Natural logarithm of the row's denominator; -inf for a row without keys. Call after finish().
   __device__ __forceinline__ float lse(int row) const {
-    return sum[row] == 0.0f ? bits_float(0xff800000u) : (reference[row] + log2_fast(sum[row])) * kLn2;
+    return sum[row] == 0.0f ? bits_float(0xff800000u) : fused_multiply_add(reference[row], kLn2, natural_log(sum[row]));
   }
 
  private:

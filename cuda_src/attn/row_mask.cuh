@@ -23,11 +23,9 @@ class RowMask {
                                      SharedPtr shared)
       : params_(params), seqlen_(seqlen), warp_(warp_id()), first_row_(first_row + warp_ * kWarpRows), shared_(shared) {
     const int end_row = min(first_row_ + kWarpRows, seqlen.seqlen_q);
-    if constexpr (Config::kMask)
-      mask_ = params.mask + entry * params.mask_batch_stride + head * params.mask_head_stride;
+    if constexpr (Config::kMask) mask_ = params.mask + entry * params.mask_batch_stride + head * params.mask_head_stride;
     if constexpr (Config::kIntervals) {
-      const int* intervals =
-          params.key_intervals + entry * params.interval_batch_stride + head * params.interval_head_stride;
+      const int* intervals = params.key_intervals + entry * params.interval_batch_stride + head * params.interval_head_stride;
       reduce_intervals(intervals, end_row);
     } else {
       const KeyInterval first = window_interval(params, seqlen, first_row_);

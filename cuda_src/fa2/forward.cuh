@@ -89,9 +89,9 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
   const Element* v_rows = seqlen.template rows<Element>(params.v, seqlen.first_k, head_k);  // (seqlen_k, head_dim_v)
   const int num_rows = min(Config::kBlockM, seqlen.seqlen_q - first_row);
 
-  load_tile<Config::kVector, Traits::kThreads>(
-      shared.q(), seqlen.template rows<Element>(params.q, seqlen.first_q + first_row, head), params.q.row_stride,
-      RowRange{0, num_rows}, params.head_dim);
+  load_tile<Config::kVector, Traits::kThreads>(shared.q(),
+                                               seqlen.template rows<Element>(params.q, seqlen.first_q + first_row, head),
+                                               params.q.row_stride, RowRange{0, num_rows}, params.head_dim);
   const RowMask<Config> mask(params, seqlen, first_row, head, entry, shared.intervals());
   const KeyInterval keys = mask.block_keys();
   const int first_block = keys.lo / Config::kBlockN, last_block = ceil_div(keys.hi, Config::kBlockN) - 1;
@@ -170,9 +170,9 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
     }
   }
   sync_threads();
-  store_tile<Config::kVector, Traits::kThreads>(
-      shared.out(), seqlen.template rows<Element>(params.out, seqlen.first_q + first_row, head), params.out.row_stride, num_rows,
-      params.head_dim_v);
+  store_tile<Config::kVector, Traits::kThreads>(shared.out(),
+                                                seqlen.template rows<Element>(params.out, seqlen.first_q + first_row, head),
+                                                params.out.row_stride, num_rows, params.head_dim_v);
 }
 
 template <typename Config>

@@ -39,7 +39,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
   const float scaled = p * bits_float(exponent);
   return x > -126.0f ? (x < 128.0f ? scaled : x + INFINITY) : (x <= -126.0f ? 0.0f : x);
 }
-inline float log2_fast(float x) { return std::log2(x); }
+inline float natural_log(float x) { return std::log(x); }
 __device__ __forceinline__ float reciprocal_fast(float x) { return 1.0f / x; }
 
 template <typename Element>

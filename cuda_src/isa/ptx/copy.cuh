@@ -14,16 +14,15 @@ __device__ __forceinline__ Chunk load_global_chunk(const void* source) {
   return c;
 }
 __device__ __forceinline__ void store_global_chunk(void* target, Chunk c) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(c.words[0]), "r"(c.words[1]),
-               "r"(c.words[2]), "r"(c.words[3])
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(c.words[0]), "r"(c.words[1]), "r"(c.words[2]),
+               "r"(c.words[3])
                : "memory");
 }
 
 // 16 bytes; zeros where not `valid` (then `source` is not read).
 __device__ __forceinline__ void copy_async(SharedPtr target, const void* source, bool valid) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-               "r"(valid ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                : "memory");
 #else
   store_shared(target, valid ? load_global_chunk(source) : Chunk{});

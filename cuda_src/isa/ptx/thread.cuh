@@ -94,8 +94,8 @@ __device__ __forceinline__ void store_shared(SharedPtr address, uint32 x, uint32
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
 __device__ __forceinline__ void store_shared(SharedPtr address, Chunk c) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(c.words[0]), "r"(c.words[1]),
-               "r"(c.words[2]), "r"(c.words[3])
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(c.words[0]), "r"(c.words[1]), "r"(c.words[2]),
+               "r"(c.words[3])
                : "memory");
 }
 
