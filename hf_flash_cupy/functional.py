@@ -137,7 +137,7 @@ def flash_attention_varlen(
         k: (total_k, num_heads_k, head_dim).
         v: (total_k, num_heads_k, head_dim_v).
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device, ascending from 0; entries may be empty.
-        max_seqlen_q: rows of the longest entry; decides the grid only, a wrong one costs speed, not correctness.
+        max_seqlen_q: rows of the longest entry; a wrong one costs speed, not correctness.
         max_seqlen_k: keys of the longest entry; not needed by this algorithm.
         The rest as in :func:`flash_attention`.
 
@@ -234,7 +234,6 @@ def describe(
         num_heads_k=num_heads_k,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        max_seqlen_q=seqlen_q if max_seqlen_q is None else min(max_seqlen_q, max(seqlen_q, 1)),
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         q_strides=_strides(q, batch),
@@ -252,7 +251,7 @@ def describe(
         dtype=_DTYPES[q.dtype],  # type: ignore[arg-type]
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        seqlen_q=geometry.max_seqlen_q,
+        seqlen_q=seqlen_q if max_seqlen_q is None else max_seqlen_q,
         vector=_vector(q, k, v),
         intervals=key_intervals is not None,
         mask=mask is not None,

@@ -64,7 +64,6 @@ class Geometry:
     num_heads_k: int
     seqlen_q: int  # varlen: total_q
     seqlen_k: int  # varlen: total_k
-    max_seqlen_q: int
     head_dim: int
     head_dim_v: int
     q_strides: tuple[int, int, int]
@@ -106,9 +105,7 @@ class ForwardPlan:
         self.device = device
         tile = self.config.tile
         assert tile is not None
-        entries = geometry.batch + 1 if problem.varlen else geometry.batch
-        num_m_blocks = -(-geometry.max_seqlen_q // tile.block_m)
-        self.num_tiles = num_m_blocks * geometry.num_heads * entries
+        num_m_blocks, self.num_tiles = _num_tiles(geometry, problem, tile.block_m)
         grid_x = min(self.num_tiles, _MAX_GRID_X)
         self.grid = (grid_x, -(-self.num_tiles // grid_x))
         self._params = _forward_params(geometry, problem, num_m_blocks, self.num_tiles)
@@ -183,6 +180,15 @@ class ForwardPlan:
                 raise RuntimeError(f"The host kernel {self.config.name} failed.")
 
         return launch
+
+
+def _num_tiles(geometry: Geometry, problem: AttentionProblem, block_m: int) -> tuple[int, int]:
+    """Row blocks (of a head; packed: of a head over all entries) and thread blocks of the grid."""
+    blocks = -(-geometry.seqlen_q // block_m)
+    if problem.varlen:  # each entry, and the rows beyond the last offset, may end in one block that is not full
+        blocks += geometry.batch + 1
+        return blocks, blocks * geometry.num_heads
+    return blocks, blocks * geometry.num_heads * geometry.batch
 
 
 def _forward_params(

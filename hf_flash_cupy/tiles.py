@@ -63,7 +63,8 @@ def shared_bytes(tile: Tile, problem: AttentionProblem, arch: str) -> int:
 
 def candidates(problem: AttentionProblem, arch: str) -> Iterator[Tile]:
     """Tiles in order of preference; the first that fits the arch's shared memory is taken."""
-    widest = max(rounded_head_dims(problem.head_dim, problem.head_dim_v))
+    d, dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)
+    widest = max(d, dv)
     if arch == "host":
         # Two warps of 32 rows: each fetched operand of a product serves two m-tiles.
         yield Tile(64, 64 if widest <= 128 else 32, 2, 1, 1)
@@ -75,20 +76,22 @@ def candidates(problem: AttentionProblem, arch: str) -> Iterator[Tile]:
         yield Tile(32, 16, 2, 1, 1)
         yield Tile(16, 16, 1, 1, 1)
         return
-    if widest <= 128 and problem.seqlen_q > SHORT_SEQLEN_Q:
+    if widest <= (64 if arch == "75" else 128) and problem.seqlen_q > SHORT_SEQLEN_Q:
         # 32 rows a warp: every operand fetched from shared memory feeds two products. Two blocks an SM hide each other's
         # softmax behind their products; registers allow no third.
         if widest <= 64:
             # A second stage needs one barrier a step instead of two (measured: +8 %).
             yield Tile(128, 64, 4, 2, 2)
-        elif widest <= 96 or ((problem.head_dim, problem.head_dim_v) == (128, 128) and _plain(problem)):
+        elif widest == 128 and d == dv and _plain(problem):
             yield Tile(128, 64, 4, 1, 2)
-        elif not problem.mask:
-            # The registers that every feature takes on top of 128 of output are those of half the scores.
+        elif problem.vector and not problem.mask:
+            # The registers that the other features take on top of the output's are those of half the scores.
             yield Tile(128, 32, 4, 1, 2)
     # 16 rows a warp: the output alone takes 128 registers at head size 256.
-    yield Tile(64, 64, 4, 1, 2 if widest > 64 else 3)
-    yield Tile(64, 32, 4, 1, 2)
+    if widest <= 224 or not problem.mask:
+        yield Tile(64, 64, 4, 1, 2 if widest > 64 else 3)
+    if widest <= 192 or arch != "75":
+        yield Tile(64, 32, 4, 1, 2)
     yield Tile(64, 16, 4, 1, 1)
     yield Tile(32, 16, 2, 1, 1)
 

@@ -11,7 +11,7 @@
 
 namespace hfc {
 
-template <int kRows>
+template <typename Element, int kRows>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;
   static constexpr float kLarge = 16777216.0f;  // 2^24
@@ -52,7 +52,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int row = 2 * i + e / 2;
-          scores[i][j][e] = exp2_fast(fused_multiply_add(scores[i][j][e], scale, -reference[row]));
+          scores[i][j][e] = exp2_fast<Element>(fused_multiply_add(scores[i][j][e], scale, -reference[row]));
           sum[row] += scores[i][j][e];
         }
   }
@@ -101,8 +101,10 @@ struct OnlineSoftmax {
     float factors[kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      const float raised = max_float(highest[row], reference[row]);
-      factors[row] = exp2_fast(reference[row] - raised);
+      // Only rows that exceed it themselves: a row's bits must not depend on its neighbours.
+      const bool exceeds = highest[row] > reference[row] + slack;
+      const float raised = exceeds ? max_float(highest[row], reference[row]) : reference[row];
+      factors[row] = exp2_fast<Element>(reference[row] - raised);
       reference[row] = raised;
       sum[row] *= factors[row];
     }

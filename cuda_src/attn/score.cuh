@@ -23,7 +23,7 @@ __device__ __forceinline__ void scale_scores(float (&scores)[kM][kN][4], float s
 // tanh(y) = 1 - 2 / (1 + e^2y), which cancels for small y: for fp32 a Taylor polynomial takes |y| < 0.3.
 template <typename Element>
 __device__ __forceinline__ float tanh_fast(float y) {
-  const float large = 1.0f - 2.0f * reciprocal_fast(1.0f + exp2_fast(y * (2.0f / kLn2)));
+  const float large = 1.0f - 2.0f * reciprocal_fast(1.0f + exp2_fast<Element>(y * (2.0f / kLn2)));
   if constexpr (sizeof(Element) == 2) return large;
   const float square = y * y;
   float p = -1382.0f / 155925.0f;

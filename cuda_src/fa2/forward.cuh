@@ -104,7 +104,7 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
 
   float out[kM][kNV][4];  // this warp's rows of the output, not yet normalised
   clear(out);
-  OnlineSoftmax<2 * kM> softmax;
+  OnlineSoftmax<Element, 2 * kM> softmax;
   const int warp_row = warp_id() * Traits::kWarpRows;
   // From the right: the blocks that a causal mask cuts come first, and the last block is a whole one.
   for (int n = last_block; n >= first_block; --n) {
@@ -159,7 +159,8 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
   }
 
   softmax.finish(out);
-  sync_threads();  // every warp has left q
+  copy_async_wait<0>();  // without keys to wait for, q is still on its way to where out goes
+  sync_threads();        // every warp has left q
   store_accumulator(shared.out(), warp_row, out);
   if (params.lse != nullptr && lane_id() % 4 == 0) {
     float* lse = params.lse + seqlen.batch * params.lse_batch_stride + head * params.lse_head_stride + seqlen.first_q;
@@ -178,19 +179,13 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
 template <typename Config>
 __device__ __forceinline__ void fa2_forward(const ForwardParams& params) {
   if (block_id() >= params.num_tiles) return;
-  const WorkTile work = work_tile(params, block_id());
-  const SeqlenInfo seqlen(params, work.entry);
-  int first_row = work.m_block * Config::kBlockM;
-  if (first_row >= seqlen.seqlen_q) return;
-  if constexpr (Config::kVarlen) {
-    // A sequence longer than the caller's max_seqlen_q, and the rows beyond the last offset, still are all written.
-    for (; first_row < seqlen.seqlen_q; first_row += params.num_m_blocks * Config::kBlockM) {
-      forward_tile<Config>(params, seqlen, first_row, work.head, work.entry);
-      sync_threads();  // every thread has read out before q comes again
-    }
-  } else {
-    forward_tile<Config>(params, seqlen, first_row, work.head, work.entry);
-  }
+  WorkTile work;
+  if constexpr (Config::kVarlen)
+    work = packed_work_tile<Config::kBlockM>(params, block_id());
+  else
+    work = work_tile(params, block_id());
+  if (work.m_block < 0) return;
+  forward_tile<Config>(params, SeqlenInfo(params, work.entry), work.m_block * Config::kBlockM, work.head, work.entry);
 }
 
 }  // namespace hfc

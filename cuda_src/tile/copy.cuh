@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_each_chunk(Pointer origin, int64 row_stride,
   for (int chunk = thread_id() % Layout::kColumnsPerPass; chunk < Tile::kChunks; chunk += Layout::kColumnsPerPass) {
     const int column = chunk * Tile::kElementsPerChunk;
     Pointer elements = origin + first_row * row_stride + column;
-#pragma unroll(kVector ? Layout::kPasses : 1)
+#pragma unroll(!kVector ? 1 : kAsyncCopy ? Layout::kPasses : 2)
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
       const int row = first_row + pass * Layout::kRowsPerPass;
       if (Layout::kFull || row < Tile::kRows) visit(row, column, elements);

@@ -41,11 +41,11 @@ __device__ __forceinline__ void load_columns(uint32 (&first)[2], uint32 (&second
     first[0] = r[0], first[1] = r[1];
     second[0] = r[2], second[1] = r[3];
   } else {
-    const int row = 8 * k + lane_id() % 4 * 2, n = column + lane_id() / 4;
+    const int group = lane_id() / 4, row = lane_id() % 4 * 2, offset = group % 4 * 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      first[i] = load_shared(tile.element(row + i, n));
-      second[i] = load_shared(tile.element(row + i, n + 8));
+      first[i] = load_shared(tile.at(row + i, 8 * k, column / 4, group / 4) + offset);
+      second[i] = load_shared(tile.at(row + i, 8 * k, column / 4 + 2, group / 4) + offset);
     }
   }
 }

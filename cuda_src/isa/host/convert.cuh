@@ -23,24 +23,19 @@ __device__ __forceinline__ float max_float(float a, float b) { return a >= b || 
 
 __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// 2^x: the integer part goes to the exponent, the Taylor polynomial on [-1/2, 1/2] takes the rest; below -126 zero.
-__device__ __forceinline__ float exp2_fast(float x) {
-  const float bounded = x < 128.0f ? (x > -127.0f ? x : -127.0f) : 128.0f;  // NaN becomes 128, put right below
-  const float shifted = bounded + 12582912.0f;                             // 1.5 * 2^23: rounds to the nearest integer
-  const float fraction = bounded - (shifted - 12582912.0f);
-  float p = 1.5403530e-4f;
-  p = p * fraction + 1.3333558e-3f;
-  p = p * fraction + 9.6181291e-3f;
-  p = p * fraction + 5.5504109e-2f;
-  p = p * fraction + 2.4022651e-1f;
-  p = p * fraction + 6.9314718e-1f;
-  p = p * fraction + 1.0f;
-  const uint32 exponent = (float_bits(shifted) << 23) + 0x3f800000u;
-  const float scaled = p * bits_float(exponent);
-  return x > -126.0f ? (x < 128.0f ? scaled : x + INFINITY) : (x <= -126.0f ? 0.0f : x);
-}
 inline float natural_log(float x) { return std::log(x); }
 __device__ __forceinline__ float reciprocal_fast(float x) { return 1.0f / x; }
+
+}  // namespace hfc
+
+#include "isa/exp2_precise.cuh"
+
+namespace hfc {
+
+template <typename Element>
+__device__ __forceinline__ float exp2_fast(float x) {
+  return exp2_precise(x);
+}
 
 template <typename Element>
 __device__ __forceinline__ float to_float(uint16 bits) {

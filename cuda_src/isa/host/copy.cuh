@@ -6,6 +6,8 @@
 
 namespace hfc {
 
+constexpr bool kAsyncCopy = true;  // nothing here passes through registers that would be short
+
 __device__ __forceinline__ Chunk load_global_chunk(const void* source) { return read<Chunk>(source); }
 __device__ __forceinline__ void store_global_chunk(void* target, Chunk c) { std::memcpy(target, &c, sizeof(c)); }
 

@@ -72,6 +72,12 @@ inline bool warp_any(bool value) {
   });
   return any;
 }
+inline int warp_inclusive_sum(int value) {
+  host::Block::current->warp_collective(&value, [](void** lanes) {
+    for (int lane = 1; lane < kWarpSize; ++lane) *static_cast<int*>(lanes[lane]) += *static_cast<int*>(lanes[lane - 1]);
+  });
+  return value;
+}
 inline int warp_min(int value) {
   int values[1] = {value};
   exchange<31>(values, [](int a, int b) { return a < b ? a : b; });

@@ -5,11 +5,6 @@
 
 namespace hfc {
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ __forceinline__ float natural_log(float x) { return logf(x); }  // to an ulp: once a row, not once a score
 __device__ __forceinline__ float reciprocal_fast(float x) {
   float y;
@@ -21,6 +16,21 @@ __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) {
 
 __device__ __forceinline__ uint32 float_bits(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float bits_float(uint32 x) { return __uint_as_float(x); }
+
+}  // namespace hfc
+
+#include "isa/exp2_precise.cuh"
+
+namespace hfc {
+
+// 2^x as exact as products of Element make it worth.
+template <typename Element>
+__device__ __forceinline__ float exp2_fast(float x) {
+  if constexpr (is_same<Element, float>::value) return exp2_precise(x);
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // Two floats to one register, `low` in the lower half.
 template <typename Element>

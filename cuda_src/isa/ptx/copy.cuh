@@ -6,6 +6,12 @@
 
 namespace hfc {
 
+#if __CUDA_ARCH__ >= 800
+constexpr bool kAsyncCopy = true;
+#else
+constexpr bool kAsyncCopy = false;  // copies pass through registers
+#endif
+
 __device__ __forceinline__ Chunk load_global_chunk(const void* source) {
   Chunk c;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -69,29 +69,31 @@ __device__ __forceinline__ void mma_tile(float (&d)[kM][kColumns][4], int first,
       for (int i = 0; i < kM; ++i) mma<Element>(d[i][first + j], a[i], b[j]);
   } else {
     // True fp32: no tensor core keeps all 24 bits, so the lanes hand their operands round and use plain FMAs.
-    const int lane = lane_id(), quad = lane & ~3, column = (lane & 3) * 8;
+    const int quad = lane_id() & ~3, column = lane_id() % 4 * 8;
 #pragma unroll
-    for (int step = 0; step < 8; ++step) {
-      const int half = step / 4, t = step % 4;
-      float rows[kM][2];
-#pragma unroll
-      for (int i = 0; i < kM; ++i) {
-        rows[i][0] = bits_float(__shfl_sync(~0u, a[i][2 * half], quad + t));
-        rows[i][1] = bits_float(__shfl_sync(~0u, a[i][2 * half + 1], quad + t));
-      }
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        const float x = bits_float(__shfl_sync(~0u, b[j][half], column + t));
-        const float y = bits_float(__shfl_sync(~0u, b[j][half], column + 4 + t));
+    for (int half = 0; half < 2; ++half)
+#pragma unroll 1  // unrolled, the compiler would hold the operands of all steps
+      for (int t = 0; t < 4; ++t) {
+        float rows[kM][2];
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
-          d[i][first + j][0] = fmaf(rows[i][0], x, d[i][first + j][0]);
-          d[i][first + j][1] = fmaf(rows[i][0], y, d[i][first + j][1]);
-          d[i][first + j][2] = fmaf(rows[i][1], x, d[i][first + j][2]);
-          d[i][first + j][3] = fmaf(rows[i][1], y, d[i][first + j][3]);
+          rows[i][0] = bits_float(__shfl_sync(~0u, a[i][2 * half], quad + t));
+          rows[i][1] = bits_float(__shfl_sync(~0u, a[i][2 * half + 1], quad + t));
+        }
+#pragma unroll
+        for (int j = 0; j < kN; ++j) {
+          const float x = bits_float(__shfl_sync(~0u, b[j][half], column + t));
+          const float y = bits_float(__shfl_sync(~0u, b[j][half], column + 4 + t));
+#pragma unroll
+          for (int i = 0; i < kM; ++i) {
+            float (&sums)[4] = d[i][first + j];
+            sums[0] = fmaf(rows[i][0], x, sums[0]);
+            sums[1] = fmaf(rows[i][0], y, sums[1]);
+            sums[2] = fmaf(rows[i][1], x, sums[2]);
+            sums[3] = fmaf(rows[i][1], y, sums[3]);
+          }
         }
       }
-    }
   }
 }
 

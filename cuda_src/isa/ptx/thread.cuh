@@ -57,6 +57,15 @@ __device__ __forceinline__ uint32 column_or(uint32 bits) {
   return bits | __shfl_xor_sync(~0u, bits, 16);
 }
 
+__device__ __forceinline__ int warp_inclusive_sum(int value) {
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    if (lane_id() >= step) value += other;
+  }
+  return value;
+}
+
 __device__ __forceinline__ int warp_min(int value) {
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) {

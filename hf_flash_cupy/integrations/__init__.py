@@ -1,0 +1,1 @@
+"""Where other libraries meet this one: Hugging Face Transformers' attention and mask interfaces."""

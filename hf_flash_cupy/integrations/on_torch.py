@@ -1,0 +1,78 @@
+"""Attention by torch's operators: what a Transformers model on a CPU runs unless asked for the kernels."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_flash_cupy.errors import UnsupportedProblem
+from hf_flash_cupy.integrations.key_intervals import KeyIntervals
+from hf_flash_cupy.integrations.request import AttentionRequest, within_sequences
+from hf_flash_cupy.reference import attention_reference
+
+
+def attend(request: AttentionRequest) -> tuple[Tensor, str]:
+    """``out`` (batch, seqlen_q, num_heads, head_dim_v), contiguous, and the name of what computed it."""
+    request = within_sequences(request)
+    if request.softcap or request.sinks is not None:
+        return _reference(request), "reference"
+    q, k, v = request.q, request.k, request.v
+    square_causal = request.window == (-1, 0) and q.shape[2] == k.shape[2]  # SDPA aligns at the top left
+    unmasked = request.mask is None and request.intervals is None and request.bias is None
+    by_flag = unmasked and square_causal
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if by_flag else _mask(request),
+        dropout_p=request.dropout_p,
+        is_causal=by_flag,
+        scale=request.softmax_scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).contiguous(), "sdpa"
+
+
+def _mask(request: AttentionRequest) -> Tensor | None:
+    """Everything that hides keys, and the bias, as the one mask that SDPA takes."""
+    masks = [] if request.mask is None else [request.mask]
+    if request.intervals is not None:
+        masks.append(request.intervals.dense())
+    left, right = (size if size >= 0 else None for size in request.window)
+    if left is not None or right is not None:
+        q, k = request.q, request.k
+        shift = k.shape[2] - q.shape[2]
+        window = KeyIntervals(1, q.shape[2], k.shape[2], q.device, shift=shift, left=left, right=right)
+        masks.append(window.dense())
+    mask = reduce(torch.logical_and, masks) if masks else None
+    if request.bias is None:
+        return mask
+    bias = request.bias.to(request.q.dtype)
+    return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+
+
+def _reference(request: AttentionRequest) -> Tensor:
+    if request.dropout_p:
+        raise UnsupportedProblem(
+            "dropout together with softcap or sinks is not supported on a CPU. "
+            'Load this model with attn_implementation="eager".'
+        )
+    q, k, v = (x.transpose(1, 2) for x in (request.q, request.k, request.v))
+    out, _ = attention_reference(
+        q,
+        k,
+        v,
+        causal=request.causal,
+        window_size=request.window_size,
+        softmax_scale=request.softmax_scale,
+        softcap=request.softcap,
+        sinks=request.sinks,
+        bias=request.bias,
+        mask=request.mask,
+        key_intervals=None if request.intervals is None else request.intervals.intervals,
+        compute_dtype=torch.float32,
+    )
+    return out.to(v.dtype).contiguous()

@@ -1,0 +1,142 @@
+"""Small calls of every kernel family, with tensors of exact size, for tools that watch memory.
+
+As a program: ``python sanitizer_cases.py cpu`` runs every case in a forked child and prints, as JSON, how
+each ended; ``python sanitizer_cases.py cuda`` runs them in turn (under compute-sanitizer, say).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# The watching library has come with this process; the compilers that it starts shall run without.
+os.environ.pop("LD_PRELOAD", None)
+
+import torch
+from torch import Tensor
+
+from hf_flash_cupy import flash_attention, flash_attention_varlen
+from hf_flash_cupy.reference import attention_reference
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Calls the kernel; its result is checked roughly, so that a case that ran nothing cannot pass."""
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    truth, truth_lse = attention_reference(q, k, v, **options)
+    tolerance = 1e-4 if out.dtype == FP32 else 0.05
+    torch.testing.assert_close(out.double(), truth, rtol=0, atol=tolerance)
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=1e-3)
+
+
+def tensors(
+    device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, seqlen_q: int = 37, seqlen_k: int = 70
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of batch 2, 4 heads over 2, each an allocation of its own."""
+    torch.manual_seed(0)
+    sizes = ((seqlen_q, 4, head_dim), (seqlen_k, 2, head_dim), (seqlen_k, 2, head_dim_v))
+    q, k, v = (torch.randn(2, *size).to(device, dtype) for size in sizes)
+    return q, k, v
+
+
+def plain(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
+    for lengths in ((37, 70), (1, 1), (70, 37), (64, 128)):
+        q, k, v = tensors(device, dtype, head_dim, head_dim_v, *lengths)
+        for options in ({}, {"causal": True}, {"window_size": (5, 3)}, {"window_size": (2**31, 2**31)}):
+            right(q, k, v, **options)
+
+
+def hidden(device: str, dtype: torch.dtype, head_dim: int, intervals: bool, mask: bool, softcap: float = 0.0) -> None:
+    low, high = -(2**31), 2**31 - 1
+    ends = [(0, 70), (low, high), (high, low), (0, low), (3, 66), (69, 70), (high, high), (5, 5)]
+    for seqlen_q in (37, 1, 70):
+        q, k, v = tensors(device, dtype, head_dim, head_dim, seqlen_q)
+        options: dict[str, Any] = {"softcap": softcap}
+        if intervals:
+            options["key_intervals"] = torch.tensor((ends * 9)[:seqlen_q], dtype=torch.int32).to(device)
+        for shape in ((2, 4, seqlen_q, 70), (2, 1, 1, 70), (seqlen_q, 1), ()) if mask else ((),):
+            if mask:
+                options["mask"] = (torch.rand(shape) < 0.7).to(device)
+            right(q, k, v, **options)
+            right(q, k, v, causal=True, **options)
+
+
+def varlen(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Packings as they should be, and offsets from nowhere."""
+    low, high = -(2**31), 2**31 - 1
+    q, k, v = (x[0] for x in tensors(device, dtype, head_dim, head_dim, 100, 90))
+    pairs = [
+        ([0, 100], [0, 90]), ([0, 0, 40, 90], [0, 20, 20, 85]), ([0], [0]), ([low, high], [low, high]),
+        ([0, high], [high, 0]), ([70, 30, 0], [80, 20, 0]), ([0, 99], [89, 90]),
+    ]  # fmt: skip
+    for lists in pairs:
+        offsets = [torch.tensor(x, dtype=torch.int32).to(device) for x in lists]
+        for options in ({}, {"causal": True}, {"window_size": (3, 2)}):
+            for max_seqlen_q in (1, 100, high):
+                out = flash_attention_varlen(q, k, v, *offsets, max_seqlen_q, 0, **options)
+    whole = flash_attention(q[None], k[None], v[None], window_size=(3, 2))[0]
+    offsets = [torch.tensor(x, dtype=torch.int32).to(device) for x in pairs[0]]
+    out = flash_attention_varlen(q, k, v, *offsets, 100, 90, window_size=(3, 2))
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-3 if dtype == FP32 else 0.05)
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    "bf16-vector": lambda device: plain(device, BF16, 24, 24),
+    "fp16-elements": lambda device: plain(device, FP16, 7, 7),
+    "fp32-vector": lambda device: plain(device, FP32, 20, 20),
+    "bf16-everything": lambda device: hidden(device, BF16, 31, intervals=True, mask=True, softcap=2.0),
+    "fp32-varlen": lambda device: varlen(device, FP32, 32),
+}
+MORE_CASES: dict[str, Callable[[str], None]] = {
+    "fp32-elements": lambda device: plain(device, FP32, 19, 19),
+    "fp16-unequal": lambda device: plain(device, FP16, 72, 24),
+    "bf16-wide": lambda device: plain(device, BF16, 256, 256),
+    "fp32-wide": lambda device: plain(device, FP32, 200, 200),
+    "fp32-intervals": lambda device: hidden(device, FP32, 32, intervals=True, mask=False),
+    "fp32-mask": lambda device: hidden(device, FP32, 32, intervals=False, mask=True),
+    "bf16-intervals": lambda device: hidden(device, BF16, 64, intervals=True, mask=False),
+    "bf16-mask": lambda device: hidden(device, BF16, 128, intervals=False, mask=True, softcap=3.0),
+    "bf16-varlen": lambda device: varlen(device, BF16, 64),
+}
+
+
+def in_child(work: Callable[[], None]) -> dict[str, Any]:
+    """How ``work`` ends in a forked child: its exit status (negative: a signal) and what it printed."""
+    with tempfile.TemporaryFile() as stderr:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.dup2(stderr.fileno(), 2)
+                work()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        stderr.seek(0)
+        return {"status": status, "stderr": stderr.read().decode(errors="replace")[:4000]}
+
+
+def main(device: str, *names: str) -> None:
+    cases = {**CASES, **MORE_CASES}
+    chosen = {name: cases[name] for name in names or cases}
+    if device == "cpu":
+        print(json.dumps({name: in_child(lambda case=case: case("cpu")) for name, case in chosen.items()}))  # type: ignore[misc]
+        return
+    for name, case in chosen.items():
+        case(device)
+        torch.cuda.synchronize()
+        print(f"{name}: done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
