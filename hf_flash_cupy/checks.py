@@ -20,15 +20,15 @@ def refuse_options(alibi_slopes: Any, sinks: Any, bias: Any, dropout_p: float, a
     for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("bias", bias)):
         if value is not None:
             raise UnsupportedProblem(
-                f"{name} is not supported by this version's kernels; supported are causal, window_size, softcap, mask and "
-                f'key_intervals. Use attn_implementation="eager" for a model that needs {name}.'
+                f"{name} is not supported by this version's kernels; supported are causal, window_size, softcap, mask "
+                f'and key_intervals. Use attn_implementation="eager" for a model that needs {name}.'
             )
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p}: a probability in [0, 1) is needed.")
     if dropout_p != 0.0:
         raise UnsupportedProblem(
-            f"dropout_p={dropout_p} is not supported by this version's kernels. Put the model into eval mode, or set its "
-            "attention dropout to 0."
+            f"dropout_p={dropout_p} is not supported by this version's kernels. Put the model into eval mode, or set "
+            "its attention dropout to 0."
         )
     if algorithm == "fa1":
         raise UnsupportedProblem('algorithm="fa1" is not in this version yet; "fa2" is supported.')
@@ -78,7 +78,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     device(q)
     if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
         raise ValueError(
-            f"k has shape {tuple(k.shape)}, v {tuple(v.shape)}: both need the same seqlen and heads (dimensions 1 and 2)."
+            f"k has shape {tuple(k.shape)}, v {tuple(v.shape)}: both need the same seqlen and heads (dims 1 and 2)."
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q has head_dim {q.shape[3]}, k {k.shape[3]}: they must be equal.")
@@ -162,7 +162,8 @@ def varlen(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: 
             raise ValueError(f"{name} is on {x.device}, q on {q.device}: move them to one device.")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
-            f"cu_seqlens_q has {cu_seqlens_q.shape[0]} offsets, cu_seqlens_k {cu_seqlens_k.shape[0]}: they must be equal."
+            f"cu_seqlens_q has {cu_seqlens_q.shape[0]} offsets, cu_seqlens_k {cu_seqlens_k.shape[0]}: "
+            "they must be equal."
         )
     if max_seqlen_q < 0:
         raise ValueError(f"max_seqlen_q={max_seqlen_q}: 0 or more is needed.")

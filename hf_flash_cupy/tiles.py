@@ -29,8 +29,8 @@ SHARED_LIMITS: dict[str, int] = {
 }
 ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 
-# Head sizes a kernel is built for; any other is padded with zeros in shared memory up to the next. Products are 16 deep,
-# so 16 apart up to 128; above, 32 apart is never more than 25 % waste.
+# Head sizes a kernel is built for; any other is padded with zeros in shared memory up to the next. Products are 16
+# deep, so 16 apart up to 128; above, 32 apart is never more than 25 % waste.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 # Different sizes for q·k and v pair freely: 32 apart keeps the number of kernels down.
 UNEQUAL_HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -77,8 +77,8 @@ def candidates(problem: AttentionProblem, arch: str) -> Iterator[Tile]:
         yield Tile(16, 16, 1, 1, 1)
         return
     if widest <= (64 if arch == "75" else 128) and problem.seqlen_q > SHORT_SEQLEN_Q:
-        # 32 rows a warp: every operand fetched from shared memory feeds two products. Two blocks an SM hide each other's
-        # softmax behind their products; registers allow no third.
+        # 32 rows a warp: every operand fetched from shared memory feeds two products. Two blocks an SM hide each
+        # other's softmax behind their products; registers allow no third.
         if widest <= 64:
             # A second stage needs one barrier a step instead of two (measured: +8 %).
             yield Tile(128, 64, 4, 2, 2)

@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32 interval_bits(KeyInterval keys, int first_key)
 template <int kN>
 __device__ __forceinline__ uint32 dense_bits(const ForwardParams& params, const uint8* mask_row, int first_key, uint32 bits) {
   uint32 visible = 0;
-#pragma unroll
+#pragma unroll 4  // eight loads on their way
   for (int j = 0; j < kN; ++j)
 #pragma unroll
     for (int e = 0; e < 2; ++e)

@@ -56,7 +56,7 @@ class RowMask {
       visible[i] = interval_bits<kN>(interval(row), first_key);
       if constexpr (Config::kMask) {
         const bool exists = first_row_ + row < seqlen_.seqlen_q;
-        const uint8* mask_row = mask_ + (first_row_ + row) * params_.mask_row_stride;
+        const uint8* mask_row = mask_ + in_place(first_row_ + row) * params_.mask_row_stride;
         visible[i] = exists ? dense_bits<kN>(params_, mask_row, first_key, visible[i]) : 0;
       }
       any |= visible[i] != 0;
