@@ -256,7 +256,7 @@ def describe(
         intervals=key_intervals is not None,
         mask=mask is not None,
         softcap=softcap > 0,
-        positive_scale=scale > 0 or softcap > 0,
+        positive_scale=softcap > 0 or float(torch.tensor(scale, dtype=torch.float32)) > 0,
         varlen=entries is not None,
         tf32=tf32 and q.dtype == torch.float32,
     )

@@ -226,4 +226,5 @@ def _heads_per_section(geometry: Geometry, problem: AttentionProblem) -> int:
     size = 4 if problem.dtype == "fp32" else 2
     group = geometry.num_heads // geometry.num_heads_k
     one = geometry.seqlen_k * (geometry.head_dim + geometry.head_dim_v) * size
-    return max(_L2_BYTES // max(one, 1), 1) * group
+    pairs = geometry.num_heads * geometry.batch
+    return max(min(_L2_BYTES // max(one, 1) * group, pairs), min(group, pairs), 1)

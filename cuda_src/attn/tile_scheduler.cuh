@@ -40,7 +40,7 @@ __device__ __forceinline__ WorkTile packed_work_tile(const ForwardParams& params
     const int end = before + warp_inclusive_sum(blocks);
     const int found = warp_min(end > slot ? lane_id() : kWarpSize);
     if (found < kWarpSize) {
-      const int from_last = warp_min(lane_id() == found ? end - 1 - slot : slot);
+      const int from_last = warp_min(lane_id() == found ? end - 1 - slot : 0x7fffffff);
       return {from_last, int(position.quotient), first + found};
     }
     before = -warp_min(-end);

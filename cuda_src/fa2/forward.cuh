@@ -138,8 +138,9 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
       cap_scores<Element>(scores, params.softcap, params.softcap_inner);
     } else if constexpr (!Config::kPositiveScale) {
       // The softmax wants a positive scale: hidden scores are -inf, and the maximum counts.
-      scale_scores(scores, scale < 0.0f ? -1.0f : 0.0f);
-      scale = scale < 0.0f ? -scale : 1.0f;
+      const float sign = scale < 0.0f ? -1.0f : scale > 0.0f ? 1.0f : 0.0f;
+      scale_scores(scores, sign);
+      scale = sign == 0.0f ? 1.0f : sign * scale;
     }
     if (visibility == Visibility::kSome) {
       if (!RowMask<Config>::kHoles) mask.look(visible, n * Config::kBlockN);  // only now: the registers were the product's

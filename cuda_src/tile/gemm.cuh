@@ -15,8 +15,9 @@ constexpr int kTileGroup<kN, 2> = 2;
 // scores (rows, n) = rows of a (rows, k) times b (n, k) transposed.
 template <typename Multiply, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void gemm_transposed(float (&scores)[kM][kN][4], TileA a, int first_row, TileB b) {
-  constexpr int kSteps = TileA::kColumns / Product<typename TileA::Element>::kK;
-  constexpr int kGroup = kTileGroup<kN, 8>;
+  using Element = typename TileA::Element;
+  constexpr int kSteps = TileA::kColumns / Product<Element>::kK;
+  constexpr int kGroup = kTileGroup < kN, sizeof(Element) == 2 ? 8 : 4 > ;
   clear(scores);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ void gemm_accumulator(float (&out)[kM][kN][4], const 
                                                  Keep keep) {
   using Element = typename TileB::Element;
   constexpr int kSteps = TileB::kRows / Product<Element>::kK;
-  constexpr int kGroup = kTileGroup<kN, 8>;
+  constexpr int kGroup = kTileGroup < kN, sizeof(Element) == 2 ? 8 : 4 > ;
   uint32 rows[kSteps][kM][4];  // all at once: frees half of the probabilities' registers
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)

@@ -36,7 +36,7 @@ class Sequences:
 class AttentionRequest:
     """One call of an attention function; everything that hides keys combines by intersection."""
 
-    q: Tensor  # (batch, num_heads, seqlen_q, head_dim)
+    q: Tensor  # (batch or 1, num_heads, seqlen_q, head_dim): learned queries come with batch 1
     k: Tensor  # (batch, num_heads_k, seqlen_k, head_dim)
     v: Tensor  # (batch, num_heads_k, seqlen_k, head_dim_v)
     softmax_scale: float | None  # None: head_dim ** -0.5
@@ -76,8 +76,6 @@ def build_request(
         if kwargs.get(name) is not None:
             raise UnsupportedProblem(f"{name}: {meaning} is not supported. {WAY_OUT}")
     q, k, v = _in_one_dtype(q, k, v)
-    batch = max(q.shape[0], k.shape[0])  # learned queries come with batch 1
-    q, k, v = (x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (q, k, v))
     sinks = kwargs.get("s_aux")
     request = AttentionRequest(
         q=q,

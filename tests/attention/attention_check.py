@@ -20,19 +20,22 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
-_poisoned: set[int] = set()
+GUARD = 1024  # elements on either side of an output that nobody may write to
+_poisoned: set[int] = set()  # addresses of outputs
 
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """``torch.empty`` fills floating-point tensors with NaN and remembers where they lie."""
+    """``torch.empty`` gives floating-point tensors full of NaN, between guards of NaN."""
     empty = torch.empty
 
     def poisoned(*arguments: Any, **options: Any) -> Tensor:
         result = empty(*arguments, **options)
-        if result.is_floating_point() and result.numel():
-            result.fill_(math.nan)
-            _poisoned.add(result.data_ptr())
+        if not (result.is_floating_point() and result.numel()):
+            return result
+        framed = empty(result.numel() + 2 * GUARD, dtype=result.dtype, device=result.device).fill_(math.nan)
+        result = framed[GUARD:-GUARD].view(result.shape)
+        _poisoned.add(result.data_ptr())
         return result
 
     with pytest.MonkeyPatch.context() as patch:
@@ -163,6 +166,9 @@ def assert_output(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device:
     assert x.is_contiguous()
     if x.numel():
         assert x.data_ptr() in _poisoned, "the output was not poisoned: unwritten elements would go unseen"
+        framed = x.as_strided((x.numel() + 2 * GUARD,), (1,), 0)
+        assert framed[:GUARD].isnan().all(), "something was written before the output"
+        assert framed[-GUARD:].isnan().all(), "something was written behind the output"
 
 
 def compare_lse(ours: Tensor, truth: Tensor, eager: Tensor, dtype: torch.dtype) -> float:

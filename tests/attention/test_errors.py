@@ -58,6 +58,11 @@ WRONG: dict[str, Wrong] = {
         "q has head_dim 264.*1 to 256.*sdpa",
     ),
     "wide-v": ({"v": zeros(2, 7, 2, 257)}, UnsupportedProblem, "v has head_dim 257.*1 to 256"),
+    "positions": (
+        {name: zeros(1, 1, 2, 32).expand(1, 2**31, 2, 32) for name in "kv"},
+        UnsupportedProblem,
+        "k has 2147483648 positions; at most",
+    ),
     "window-int": ({"window_size": 4}, ValueError, r"window_size=4: a pair \(left, right\)"),
     "window-three": ({"window_size": (1, 2, 3)}, ValueError, r"window_size=\(1, 2, 3\): a pair"),
     "window-text": ({"window_size": ("a", "b")}, ValueError, "window_size=.*a pair"),

@@ -29,6 +29,16 @@ def test_zero_scale_is_the_mean(device: torch.device) -> None:
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(70)), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=check.NAMES.get)
+def test_outputs_round_to_nearest_even(device: torch.device, dtype: torch.dtype) -> None:
+    """The mean of two values is exact in fp32, so that only the last rounding is left."""
+    v = check.randn(1, 2, 400, 64, dtype=dtype, device=device)
+    out = flash_attention(torch.zeros_like(v), torch.zeros_like(v), v)
+    expected = v.float().mean(dim=1, keepdim=True)
+    assert (expected != expected.to(dtype)).any()
+    assert torch.equal(out, expected.to(dtype).expand_as(out))
+
+
 @TWO_TYPES
 @pytest.mark.parametrize("softcap", [50.0, 5.0, 1.0, 0.1])
 @pytest.mark.parametrize("size", [0.1, 1.0, 8.0], ids=["small", "normal", "saturated"])

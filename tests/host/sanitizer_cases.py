@@ -1,7 +1,8 @@
 """Small calls of every kernel family, with tensors of exact size, for tools that watch memory.
 
 As a program: ``python sanitizer_cases.py cpu`` runs every case in a forked child and prints, as JSON, how
-each ended; ``python sanitizer_cases.py cuda`` runs them in turn (under compute-sanitizer, say).
+each ended; ``python sanitizer_cases.py cuda`` runs them in turn, under compute-sanitizer say (then with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1, which gives every tensor an allocation of its own).
 """
 
 from __future__ import annotations

@@ -53,6 +53,28 @@ class TestSetting:
         assert "cupy_fa2" in AttentionMaskInterface().valid_keys()
 
 
+CASES: dict[str, tuple[int, dict[str, Any]]] = {  # query rows for 9 keys, arguments
+    "causal": (9, {}),
+    "fewer rows": (3, {}),
+    "window": (9, {"sliding_window": 3}),
+    "fewer rows, window": (3, {"sliding_window": 3}),
+    "not causal": (9, {"is_causal": False}),
+    "window on both sides": (9, {"is_causal": False, "sliding_window": 3}),
+    "softcap": (9, {"softcap": 2.0}),
+    "mask": (9, {"attention_mask": torch.ones(1, 1, 9, 9, dtype=torch.bool).tril(1)}),
+    "padding": (9, {"attention_mask": torch.arange(9)[None] > 3}),
+    "sequences": (9, {"cu_seq_lens_q": torch.tensor([0, 4, 9], dtype=torch.int32)}),
+    "fewer rows, sequences": (
+        5,
+        {
+            "cu_seq_lens_q": torch.tensor([0, 2, 5], dtype=torch.int32),
+            "cu_seq_lens_k": torch.tensor([0, 5, 9], dtype=torch.int32),
+            "sliding_window": 3,
+        },
+    ),
+}
+
+
 class TestOnTheCpu:
     """T10."""
 
@@ -95,14 +117,18 @@ class TestOnTheCpu:
         assert_same(actual, logits(build("t5"), "eager", **inputs))
         assert {record.backend for record in layers.values()} == {"sdpa"}
 
-    def test_packed_sequences(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        q, k, v = torch.randn(3, 1, 4, 12, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    @pytest.mark.parametrize("case", CASES)
+    def test_sdpa_agrees_with_the_kernels(self, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         module = SimpleNamespace(training=False, is_causal=True)
-        arguments = {"scaling": None, "cu_seq_lens_q": torch.tensor([0, 4, 9, 12], dtype=torch.int32)}
-        kernels, _ = attention_forward(module, q, k, v, None, **arguments)
+        rows, arguments = CASES[case]
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(1, 4, rows, 16, generator=generator)
+        k, v = torch.randn(2, 1 if "cu_seq_lens_q" in arguments else 2, 2, 9, 16, generator=generator).unbind(0)
+        arguments = {"attention_mask": None, "scaling": None} | arguments
+        kernels, _ = attention_forward(module, q, k, v, **arguments)
         monkeypatch.setenv("HF_FLASH_CUPY_CPU", "sdpa")
-        on_torch, _ = attention_forward(module, q, k, v, None, **arguments)
-        torch.testing.assert_close(kernels, on_torch, rtol=0, atol=1e-6)
+        on_torch, _ = attention_forward(module, q, k, v, **arguments)
+        torch.testing.assert_close(kernels, on_torch, rtol=0, atol=2e-6)
 
     def test_rows_without_keys_are_zero(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_FLASH_CUPY_CPU", "sdpa")

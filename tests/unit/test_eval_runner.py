@@ -10,9 +10,11 @@ import pytest
 import torch
 from eval_fixture import TableModel, random_ids, random_table, table_nll
 
+from hf_flash_cupy.evaluation import meters
 from hf_flash_cupy.evaluation.outcome import NumericalFailure
 from hf_flash_cupy.evaluation.protocols import PROTOCOLS, Window, make_windows
 from hf_flash_cupy.evaluation.runner import Plan, Runner
+from hf_flash_cupy.jit import module
 
 TABLE = random_table()
 IDS = random_ids(50)
@@ -117,6 +119,30 @@ class TestComparison:
         runner.run()
         assert runner.tallies["eager"].cost.tokens == len(IDS)
         assert runner.tallies["eager"].cost.seconds > 0
+
+
+class TestCost:
+    def test_the_peak_is_that_of_the_pass_without_what_was_held(self) -> None:
+        cpu, held = torch.device("cpu"), torch.ones(8 << 20)  # 32 MiB
+        cost, less = meters.Cost(), meters.Cost()
+        for each, kept in ((cost, None), (less, held)):
+            with meters.measure(each, cpu, tokens=3, held=kept):
+                torch.ones(64 << 20)  # 256 MiB
+        if cost.peak_bytes is None or less.peak_bytes is None:
+            pytest.skip("this system has no high-water mark that can be reset")
+        assert cost.peak_bytes > 256 << 20
+        assert (cost.peak_bytes - less.peak_bytes) / 2**20 == pytest.approx(32, abs=8)
+        with meters.measure(cost, cpu, tokens=3):
+            pass
+        assert cost.tokens == 6
+
+    def test_compilation_is_not_counted_as_speed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        counters = iter([module.Stats(0, 0, 0.0), module.Stats(1, 2, 1000.0)])
+        monkeypatch.setattr(module, "stats", lambda: next(counters))
+        cost = meters.Cost()
+        with meters.measure(cost, torch.device("cpu"), tokens=1):
+            pass
+        assert (cost.compile_seconds, cost.cache_hits, cost.seconds) == (1000.0, 2, 0.0)
 
 
 class TestFailure:

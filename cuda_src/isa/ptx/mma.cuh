@@ -70,6 +70,7 @@ __device__ __forceinline__ void mma_tile(float (&d)[kM][kColumns][4], int first,
   } else {
     // True fp32: no tensor core keeps all 24 bits, so the lanes hand their operands round and use plain FMAs.
     const int quad = lane_id() & ~3, column = lane_id() % 4 * 8;
+    float sums[kM][kN][4] = {};  // of this step alone: long sums of short sums keep more digits
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll 1  // unrolled, the compiler would hold the operands of all steps
@@ -86,14 +87,19 @@ __device__ __forceinline__ void mma_tile(float (&d)[kM][kColumns][4], int first,
           const float y = bits_float(__shfl_sync(~0u, b[j][half], column + 4 + t));
 #pragma unroll
           for (int i = 0; i < kM; ++i) {
-            float (&sums)[4] = d[i][first + j];
-            sums[0] = fmaf(rows[i][0], x, sums[0]);
-            sums[1] = fmaf(rows[i][0], y, sums[1]);
-            sums[2] = fmaf(rows[i][1], x, sums[2]);
-            sums[3] = fmaf(rows[i][1], y, sums[3]);
+            sums[i][j][0] = fmaf(rows[i][0], x, sums[i][j][0]);
+            sums[i][j][1] = fmaf(rows[i][0], y, sums[i][j][1]);
+            sums[i][j][2] = fmaf(rows[i][1], x, sums[i][j][2]);
+            sums[i][j][3] = fmaf(rows[i][1], y, sums[i][j][3]);
           }
         }
       }
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int j = 0; j < kN; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[i][first + j][e] += sums[i][j][e];
   }
 }
 
