@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sanitizer_cases
-from planted_faults import FAULTS
 
 from hf_flash_cupy.jit import host_compiler
 
@@ -36,37 +36,28 @@ def run_sanitized(program: str, *arguments: str) -> dict[str, dict[str, Any]]:
     return report
 
 
-@pytest.fixture(scope="module")
-def families() -> dict[str, dict[str, Any]]:
-    return run_sanitized("sanitizer_cases.py", "cpu", *sanitizer_cases.CASES)
-
-
-@pytest.fixture(scope="module")
-def more_families() -> dict[str, dict[str, Any]]:
-    return run_sanitized("sanitizer_cases.py", "cpu", *sanitizer_cases.MORE_CASES)
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_sanitized("planted_faults.py", str(tmp_path_factory.mktemp("planted")))
-
-
 def assert_clean(outcome: dict[str, Any]) -> None:
     assert outcome["status"] == 0, outcome["stderr"]
     assert "Sanitizer" not in outcome["stderr"]
     assert "runtime error" not in outcome["stderr"]
 
 
+def families_are_clean(names: Iterable[str], subtests: pytest.Subtests) -> None:
+    outcomes = run_sanitized("sanitizer_cases.py", "cpu", *names)
+    assert set(outcomes) == set(names)
+    for name, outcome in outcomes.items():
+        with subtests.test(name):
+            assert_clean(outcome)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sanitizer_cases.CASES)
-def test_family_is_clean(families: dict[str, dict[str, Any]], name: str) -> None:
-    assert_clean(families[name])
+def test_families_are_clean(subtests: pytest.Subtests) -> None:
+    families_are_clean(sanitizer_cases.CASES, subtests)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sanitizer_cases.MORE_CASES)
-def test_more_families_are_clean(more_families: dict[str, dict[str, Any]], name: str) -> None:
-    assert_clean(more_families[name])
+def test_more_families_are_clean(subtests: pytest.Subtests) -> None:
+    families_are_clean(sanitizer_cases.MORE_CASES, subtests)
 
 
 EXPECTED = {
@@ -83,13 +74,15 @@ EXPECTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_seen(planted: dict[str, dict[str, Any]], name: str) -> None:
+def test_planted_faults_are_seen(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """What the sanitizers must catch, they catch; the same kernel without a fault passes."""
-    outcome = planted[name]
-    if name == "none":
-        assert_clean(outcome)
-        return
-    assert outcome["status"] != 0
-    for text in EXPECTED[name]:
-        assert text in outcome["stderr"], outcome["stderr"]
+    outcomes = run_sanitized("planted_faults.py", str(tmp_path))
+    assert set(outcomes) == {"none", *EXPECTED}
+    for name, outcome in outcomes.items():
+        with subtests.test(name):
+            if name == "none":
+                assert_clean(outcome)
+                continue
+            assert outcome["status"] != 0
+            for text in EXPECTED[name]:
+                assert text in outcome["stderr"], outcome["stderr"]
