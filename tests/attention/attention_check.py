@@ -177,12 +177,15 @@ def compare_lse(ours: Tensor, truth: Tensor, eager: Tensor, dtype: torch.dtype) 
     return compare("lse", ours, truth, eager, least=1.0, slack=slack)
 
 
+MANY = 1000  # elements whose mean square is no matter of luck
+
+
 def compare(name: str, ours: Tensor, truth: Tensor, eager: Tensor, *, least: float = 0.0, slack: float = 0.0) -> float:
     """Worst error of ``ours`` against float64 ``truth`` over what is allowed; fails above 1.
 
     Allowed is twice the error of ``eager``, plus 4 ε of the dtype times max(|truth|, ``least``), plus
-    ``slack``. The mean square error, which single unlucky elements move little, is held to twice eager's
-    plus 2 ε.
+    ``slack``. The mean square error, which single unlucky elements among many move little, is held to twice
+    eager's plus 2 ε.
     """
     if truth.numel() == 0:
         return 0.0
@@ -202,6 +205,8 @@ def compare(name: str, ours: Tensor, truth: Tensor, eager: Tensor, *, least: flo
     ratio = error.max().item() / (2 * baseline.max().item() + 4 * epsilon * scale + slack + 1e-300)
     place = where(finite & ((ours.double() - truth).abs() == error.max()))
     assert ratio <= 1, f"{name}: error {error.max().item():.3g}, eager's {baseline.max().item():.3g}, {place}"
+    if exact.numel() < MANY:
+        return ratio
     rms, rms_baseline, rms_truth = (x.square().mean().sqrt().item() for x in (error, baseline, exact))
     rms_allowed = 2 * rms_baseline + 2 * epsilon * max(rms_truth, least) + slack
     assert rms <= rms_allowed, f"{name}: rms error {rms:.3g}, eager's {rms_baseline:.3g}, values' {rms_truth:.3g}"

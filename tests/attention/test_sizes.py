@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hf_flash_cupy import flash_attention, launch
 
-GPU_ONLY = "gigabytes of work for a CPU; its kernels are the same sources"
+# Gigabytes of work: for a GPU alone. The CPU's kernels are the same sources.
+ON_GPU = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +19,8 @@ def clean_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def need(device: torch.device, gigabytes: float) -> None:
-    """Skips on a CPU and on a GPU without that much free memory."""
-    if device.type == "cpu":
-        pytest.skip(GPU_ONLY)
+def need(gigabytes: float) -> None:
+    """Skips on a GPU without that much free memory."""
     if torch.cuda.mem_get_info()[0] < gigabytes * 1e9:
         pytest.skip(f"needs {gigabytes} GB of device memory")
 
@@ -49,12 +48,13 @@ def test_more_than_65535(device: torch.device, batch: int, num_heads: int) -> No
     assert torch.equal(out, v)
 
 
+@ON_GPU
 @pytest.mark.parametrize(
     "shape", [(65536, 4, 8, 64), (1, 10, 65536, 16), (3, 70, 30000, 16)], ids=["batch", "heads", "both"]
 )
 def test_grids_as_reported(device: torch.device, shape: tuple[int, int, int, int]) -> None:
     """Case Z03."""
-    need(device, 2)
+    need(2)
     batch, seqlen, num_heads, head_dim = shape
     q, k, v = (ones_like_values((batch, seqlen, num_heads, head_dim), device) for _ in range(3))
     out = flash_attention(q, k, v, causal=True)
@@ -87,25 +87,28 @@ def test_second_grid_dimension(device: torch.device, monkeypatch: pytest.MonkeyP
     assert 1 < grid_y < grid_x * grid_y - 3 * 5 + 1
 
 
+@ON_GPU
 def test_one_row_many_entries(device: torch.device) -> None:
     """Case Z01: more than 2³¹ bytes are no reason to go wrong; out = v for one key."""
-    need(device, 1)
+    need(1)
     q, k, v = (ones_like_values((8300, 1, 16, 128), device) for _ in range(3))
     assert torch.equal(flash_attention(q, k, v), v)
 
 
+@ON_GPU
 @pytest.mark.parametrize("shape", [(1600, 729, 16, 72), (28800, 16, 15, 72)], ids=["vision", "many"])
 def test_more_than_two_to_the_30_elements(device: torch.device, shape: tuple[int, int, int, int]) -> None:
     """Case Z05."""
-    need(device, 14)
+    need(14)
     q, k, v = (ones_like_values(shape, device) for _ in range(3))
     out = flash_attention(q, k, v)
     entries_right(q, k, v, out, [0, 1, shape[0] // 2, shape[0] - 1])
 
 
+@ON_GPU
 def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
     """Offsets of rows, heads and outputs beyond 32 bits, in one sequence."""
-    need(device, 40)
+    need(40)
     seqlen, num_heads, head_dim = 270_000, 64, 128  # 2.2e9 elements each
     q = ones_like_values((1, seqlen, num_heads, head_dim), device)
     k, v = (ones_like_values((1, 64, num_heads, head_dim), device) for _ in range(2))
@@ -140,9 +143,10 @@ def test_batch_invariance(device: torch.device, dtype: torch.dtype) -> None:
             assert check.identical(flash_attention(q, k, v, **options), whole)
 
 
+@ON_GPU
 def test_batch_invariance_as_reported(device: torch.device) -> None:
     """Case Z08 with its sizes."""
-    need(device, 12)
+    need(12)
     q = ones_like_values((8, 500, 12, 64), device)
     k, v = (ones_like_values((8, 350_000, 12, 64), device) for _ in range(2))
     whole = flash_attention(q, k, v)

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.slow
 
 def run(program: str, tmp_path: Path, **variables: str | None) -> str:
     """Output of ``program`` in a new process; a variable of None is taken away."""
-    merged = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    merged = {**os.environ, "PYTHONPATH": path, **variables}
     env = {name: value for name, value in merged.items() if value is not None}
     answer = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
