@@ -42,21 +42,7 @@ def forward(
     """Runs ``plan``. The device of the tensors becomes current for the call only."""
     if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
         with torch.cuda.device(q.device):
-            return _forward(plan, q, k, v, out_shape, lse_shape, mask, key_intervals, cu_seqlens)
-    return _forward(plan, q, k, v, out_shape, lse_shape, mask, key_intervals, cu_seqlens)
-
-
-def _forward(
-    plan: ForwardPlan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...] | None,
-    mask: Tensor | None,
-    key_intervals: Tensor | None,
-    cu_seqlens: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor | None]:
+            return forward(plan, q, k, v, out_shape, lse_shape, mask, key_intervals, cu_seqlens)
     out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     lse = None if lse_shape is None else torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     plan(q, k, v, out, lse, mask, key_intervals, cu_seqlens)
