@@ -82,8 +82,8 @@ def candidates(problem: AttentionProblem, arch: str) -> Iterator[Tile]:
         if widest <= 64:
             # A second stage needs one barrier a step instead of two (measured: +8 %).
             yield Tile(128, 64, 4, 2, 2)
-        elif widest == 128 and d == dv and _plain(problem):
-            yield Tile(128, 64, 4, 1, 2)
+        elif widest == 128 and d == dv and _plain(problem) and SHARED_LIMITS[arch] >= 128 << 10:
+            yield Tile(128, 64, 4, 1, 2)  # twice 64 KB
         elif problem.vector and not problem.mask:
             # The registers that the other features take on top of the output's are those of half the scores.
             yield Tile(128, 32, 4, 1, 2)
