@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def pair(window_size: Any) -> tuple[int, int]:
     """``window_size`` as a tuple of two integers."""
     try:
-        left, right = (int(size) for size in window_size)
+        left, right = (operator.index(size) for size in window_size)
     except (TypeError, ValueError):
         raise ValueError(f"window_size={window_size!r}: a pair (left, right) of integers is needed.") from None
     return left, right

@@ -1,4 +1,4 @@
-"""The ``hf-flash-cupy`` command. A sub-command imports what it needs when it runs: ``--help`` is quick."""
+"""The ``hf-flash-cupy`` command. A sub-command imports what it needs when it runs."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def flash_attention_varlen(
         The rest as in :func:`flash_attention`.
 
     Returns:
-        out (total_q, num_heads, head_dim_v) and, with ``return_lse``, lse (num_heads, total_q). Rows beyond the last
-        offset: out 0, lse −inf.
+        out (total_q, num_heads, head_dim_v) and, with ``return_lse``, lse (num_heads, total_q). Rows of no
+        entry, as those beyond the last offset: out 0, lse −inf.
     """
     checks.refuse_options(alibi_slopes, sinks, None, dropout_p, algorithm)
     q, k, v = prepare(q, k, v, 3)

@@ -37,6 +37,7 @@ class LaunchRecord:
 
 _count = 0
 _recorders: list[list[LaunchRecord]] = []
+_explained: set[AttentionProblem] = set()
 
 
 def launch_count() -> int:
@@ -112,8 +113,9 @@ class ForwardPlan:
         self._words = memoryview(self._params.view(np.uint8).data).cast("Q")  # pointers are written through it
         self._address = self._params.ctypes.data
         self._launch = self._prepare_host() if device.type == "cpu" else self._prepare_cuda()
-        if env.explain():
-            print(f"hf_flash_cupy: {problem} -> {self.config.name}, grid {self.grid}")
+        if env.explain() and problem not in _explained:
+            _explained.add(problem)
+            print(f"hf_flash_cupy: {problem} -> {self.config.name}, first with grid {self.grid}")
 
     def __call__(
         self,

@@ -45,5 +45,9 @@ def forward(
             return forward(plan, q, k, v, out_shape, lse_shape, mask, key_intervals, cu_seqlens)
     out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     lse = None if lse_shape is None else torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    if cu_seqlens is not None:  # offsets that do not start at 0, or skip rows, name rows that no entry owns
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
     plan(q, k, v, out, lse, mask, key_intervals, cu_seqlens)
     return out, lse

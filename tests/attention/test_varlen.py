@@ -56,6 +56,16 @@ def test_packings(device: torch.device, dtype: torch.dtype, name: str, tail: int
         assert (out == 0).all()
 
 
+def test_rows_before_the_first_offset_belong_to_no_entry(device: torch.device) -> None:
+    q, k, v = packed(64, 64, device, torch.float32)
+    whole = offsets(device, [5, 64], [5, 64])
+    out, lse = flash_attention_varlen(q, k, v, *whole, 64, 64, return_lse=True)
+    assert (out[:5] == 0).all()
+    assert (lse[:, :5] == -torch.inf).all()
+    alone = flash_attention_varlen(q[5:], k[5:], v[5:], *offsets(device, [0, 59], [0, 59]), 59, 59)
+    assert check.identical(out[5:], alone)
+
+
 def offsets(device: torch.device, *lists: list[int]) -> list[Tensor]:
     return [torch.tensor(x, dtype=torch.int32, device=device) for x in lists]
 
