@@ -40,8 +40,8 @@ struct ForwardParams {
   int seqlen_k;               // varlen: total_k
   int head_dim;
   int head_dim_v;
-  int num_m_blocks;           // row blocks of one head
-  int heads_per_section;      // (batch, head) pairs whose row blocks run interleaved, see TileScheduler
+  int num_m_blocks;           // row blocks of one head; packed: of one head over all entries
+  int heads_per_section;      // (batch, head) pairs whose row blocks run interleaved, see work_tile
   int window_left;            // keys to the left of the diagonal a row sees, < 0 = all
   int window_right;           // keys to the right, < 0 = all; causal = 0
   float score_scale_log2;     // softmax_scale * log2(e); with softcap: log2(e)
