@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from .errors import UnsupportedProblem
-from .problem import MAX_HEAD_DIM
+from .problem import MAX_HEAD_DIM, Algorithm
 
 _MAX_SEQLEN = 2**31 - 1 - 512  # positions are 32-bit in the kernels, and a block may reach beyond the end
+ALGORITHMS = get_args(Algorithm)
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def refuse_options(alibi_slopes: Any, sinks: Any, bias: Any, dropout_p: float, algorithm: str) -> None:
-    """Raises for what the kernels cannot do; nothing is ever silently dropped."""
-    for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("bias", bias)):
-        if value is not None:
-            raise UnsupportedProblem(
-                f"{name} is not supported by this version's kernels; supported are causal, window_size, softcap, mask "
-                f'and key_intervals. Use attn_implementation="eager" for a model that needs {name}.'
-            )
+def dropout(dropout_p: Any) -> None:
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p}: a probability in [0, 1) is needed.")
-    if dropout_p != 0.0:
-        raise UnsupportedProblem(
-            f"dropout_p={dropout_p} is not supported by this version's kernels. Put the model into eval mode, or set "
-            "its attention dropout to 0."
-        )
-    if algorithm == "fa1":
-        raise UnsupportedProblem('algorithm="fa1" is not in this version yet; "fa2" is supported.')
-    if algorithm != "fa2":
-        raise ValueError(f'algorithm={algorithm!r}: "fa2" is supported.')
+
+
+def algorithm(name: Any) -> None:
+    if name not in ALGORITHMS:
+        raise ValueError(f"algorithm={name!r}: {' and '.join(map(repr, ALGORITHMS))} are supported.")
 
 
 def dimensions(q: Any, k: Any, v: Any, count: int) -> None:
@@ -96,10 +86,10 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def pair(window_size: Any) -> tuple[int, int]:
-    """``window_size`` as a tuple of two integers."""
+    """``window_size`` as a tuple of two integers; 3.0 counts as 3, since a plan's key cannot tell them apart."""
     try:
-        left, right = (operator.index(size) for size in window_size)
-    except (TypeError, ValueError):
+        left, right = (int(size) if size == int(size) else operator.index(size) for size in window_size)
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"window_size={window_size!r}: a pair (left, right) of integers is needed.") from None
     return left, right
 
@@ -120,10 +110,16 @@ def numbers(softmax_scale: Any, softcap: Any) -> None:
         raise ValueError(f"softcap={softcap!r}: 0 (off) or a positive number is needed.")
 
 
-def masks_are_tensors(mask: Any, key_intervals: Any) -> None:
-    for name, x in (("mask", mask), ("key_intervals", key_intervals)):
-        if x is not None and not isinstance(x, Tensor):
+def are_tensors(given: dict[str, Any]) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed.")
+
+
+def floats(name: str, x: Tensor) -> None:
+    if not x.is_floating_point():
+        hint = " A bool mask goes to mask." if x.dtype == torch.bool and name == "bias" else ""
+        raise TypeError(f"{name} is {x.dtype}; a float dtype is needed.{hint}")
 
 
 def mask_strides(mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> tuple[int, int, int, int]:
@@ -150,6 +146,35 @@ def interval_strides(
         raise ValueError("key_intervals: lo and hi of a row must be neighbours in memory; call .contiguous().")
     batch, heads, rows, _ = _broadcast("key_intervals", key_intervals, (*shape, 2), device).stride()
     return (batch, heads, rows)
+
+
+def bias_strides(bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> tuple[int, int, int, int]:
+    """Strides of ``bias`` broadcast to (batch, num_heads, seqlen_q, seqlen_k)."""
+    if bias is None:
+        return (0, 0, 0, 0)
+    batch, heads, rows, keys = _broadcast("bias", bias, shape, device).stride()
+    return (batch, heads, rows, keys)
+
+
+def alibi_batch_stride(slopes: Tensor | None, batch: int, num_heads: int, device: torch.device) -> int:
+    """Stride of ``alibi_slopes`` (num_heads,) or (batch, num_heads) from one batch entry to the next."""
+    if slopes is None:
+        return 0
+    if slopes.dtype != torch.float32:
+        raise TypeError(f"alibi_slopes is {slopes.dtype}; float32 is needed. Convert with .float().")
+    if slopes.dim() not in (1, 2) or slopes.shape[-1] != num_heads:
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}; ({num_heads},) or ({batch}, {num_heads}) is needed."
+        )
+    return _broadcast("alibi_slopes", slopes, (batch, num_heads), device).stride(0)
+
+
+def sinks(logits: Tensor | None, num_heads: int, device: torch.device) -> None:
+    if logits is None:
+        return
+    if logits.shape != (num_heads,):
+        raise ValueError(f"sinks has shape {tuple(logits.shape)}; one logit a head, ({num_heads},), is needed.")
+    _broadcast("sinks", logits, (num_heads,), device)
 
 
 def varlen(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int) -> None:

@@ -26,43 +26,38 @@ def select(problem: AttentionProblem, arch: str) -> KernelConfig:
             "bfloat16 needs a GPU of compute capability 8.0 or newer; this one is 7.5. "
             "Load the model in float16 (dtype=torch.float16), which runs on its tensor cores."
         )
-    return forward_config(problem, arch, tiles.choose(problem, arch))
+    tile = tiles.choose(problem, arch)
+    if tile is None:
+        raise UnsupportedProblem(
+            f"head_dim {problem.head_dim} in {problem.dtype} needs more shared memory than the "
+            f"{tiles.SHARED_LIMITS[arch] >> 10} KB that a thread block has on compute capability "
+            f"{int(arch) // 10}.{int(arch) % 10}. Load the model in float16 (dtype=torch.float16), or use "
+            'attn_implementation="sdpa".'
+        )
+    return forward_config(problem, arch, tile)
 
 
 def forward_config(problem: AttentionProblem, arch: str, tile: Tile) -> KernelConfig:
     """The FlashAttention-2 forward kernel for ``problem`` with the given tile numbers."""
     head_dim, head_dim_v = tiles.rounded_head_dims(problem.head_dim, problem.head_dim_v)
-    element = {"fp16": "fp16", "bf16": "bf16", "fp32": "float"}[problem.dtype]
     shared = tiles.shared_bytes(tile, problem, arch)
-    features = {
-        "Vector": problem.vector,
-        "Intervals": problem.intervals,
-        "Mask": problem.mask,
-        "Softcap": problem.softcap,
-        "PositiveScale": problem.positive_scale,
-        "Varlen": problem.varlen,
-    }
-    on = [name.lower() for name, value in features.items() if value and name != "PositiveScale"]
-    on += [] if problem.positive_scale else ["anyscale"]
-    product = "tf32" if problem.tf32 else problem.dtype
-    sizes = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}_dv{head_dim_v}"
     numbers = f"m{tile.block_m}_n{tile.block_n}_w{tile.num_warps}_s{tile.stages}"
+    numbers += f"_c{tile.v_chunks}" if tile.v_chunks > 1 else ""
     return KernelConfig(
         kernel="fa2_forward",
-        name="_".join(["fa2_forward", product, sizes, numbers, *on, "host" if arch == "host" else f"sm{arch}"]),
+        name=kernel_name("fa2_forward", problem, numbers, arch),
         include="fa2/forward.cuh",
-        params="ForwardParams",
+        params="AttentionParams",
         arch=arch,
         constants=(
-            ("using Element", element),
-            ("using Multiply", "tf32" if problem.tf32 else element),
             ("int kBlockM", str(tile.block_m)),
             ("int kBlockN", str(tile.block_n)),
             ("int kHeadDim", str(head_dim)),
-            ("int kHeadDimV", str(head_dim_v)),
+            ("int kHeadDimV", str(head_dim_v // tile.v_chunks)),
+            ("int kVChunks", str(tile.v_chunks)),
             ("int kNumWarps", str(tile.num_warps)),
             ("int kStages", str(tile.stages)),
-            *((f"bool k{name}", "true" if value else "false") for name, value in features.items()),
+            *feature_constants(problem),
             ("int kSharedBytes", str(shared)),
         ),
         num_threads=tile.num_warps * 32,
@@ -72,10 +67,56 @@ def forward_config(problem: AttentionProblem, arch: str, tile: Tile) -> KernelCo
     )
 
 
+def feature_constants(problem: AttentionProblem) -> tuple[tuple[str, str], ...]:
+    """What every kernel's ``Config`` says of the problem: element types, and which features are on."""
+    element = _ELEMENTS[problem.dtype]
+    return (
+        ("using Element", element),
+        ("using Multiply", "tf32" if problem.tf32 else element),
+        ("using Bias", "float" if problem.bias == "fp32" else element),
+        *((f"bool k{name}", "true" if value else "false") for name, value in _features(problem).items()),
+    )
+
+
+def kernel_name(
+    kernel: str, problem: AttentionProblem, numbers: str, arch: str, head_dims: tuple[int, int] | None = None
+) -> str:
+    """Unique and readable: kernel, product, head sizes (padded), tile numbers, features, architecture."""
+    head_dim, head_dim_v = head_dims or tiles.rounded_head_dims(problem.head_dim, problem.head_dim_v)
+    sizes = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}_dv{head_dim_v}"
+    features = _features(problem)
+    names = {name: name.lower() for name in features}
+    names["Bias"] = "bias" if problem.bias == "element" or problem.dtype == "fp32" else "biasfp32"
+    on = [names[name] for name, value in features.items() if value and name != "PositiveScale"]
+    on += [] if features["PositiveScale"] else ["anyscale"]
+    product = "tf32" if problem.tf32 else problem.dtype
+    return "_".join([kernel, product, sizes, numbers, *on, "host" if arch == "host" else f"sm{arch}"])
+
+
+_ELEMENTS = {"fp16": "fp16", "bf16": "bf16", "fp32": "float"}
+
+
+def _features(problem: AttentionProblem) -> dict[str, bool]:
+    shifted = problem.alibi or problem.bias != "none"  # such scores carry their scale with them, of whatever sign
+    return {
+        "Vector": problem.vector,
+        "Intervals": problem.intervals,
+        "Mask": problem.mask,
+        "Softcap": problem.softcap,
+        "PositiveScale": problem.positive_scale or shifted,
+        "Varlen": problem.varlen,
+        "Alibi": problem.alibi,
+        "Bias": problem.bias != "none",
+        "Dropout": problem.dropout,
+    }
+
+
 def reachable_configs(arch: str) -> Iterator[KernelConfig]:
     """Every configuration that a call on ``arch`` can select, each once."""
     seen: set[str] = set()
     for problem in tiles.reachable_problems(arch):
+        if tiles.choose(problem, arch) is None:
+            continue  # refused
         config = select(problem, arch)
         if config.name not in seen:
             seen.add(config.name)

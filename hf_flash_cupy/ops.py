@@ -1,53 +1,111 @@
-"""Checked calls → outputs: allocates out and lse with torch and launches the prepared kernel."""
+"""Attention as torch knows it: the only file that deals with gradients and with torch's other transformations."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .launch import ForwardPlan
+from . import checks, custom_ops, execute
+from .call import Call, uses_tf32
+from .errors import UnsupportedProblem
 
-_MAX_PLANS = 4096
-_local = threading.local()
-
-
-def plan_for(key: Hashable, make: Callable[[], ForwardPlan]) -> ForwardPlan:
-    """This thread's plan for ``key``; plans own the buffer their parameters travel in, so threads share none."""
-    try:
-        plans: dict[Hashable, ForwardPlan] = _local.plans
-    except AttributeError:
-        plans = _local.plans = {}
-    plan = plans.get(key)
-    if plan is None:
-        if len(plans) >= _MAX_PLANS:
-            plans.clear()
-        plan = plans[key] = make()
-    return plan
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def forward(
-    plan: ForwardPlan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out_shape: tuple[int, ...],
-    lse_shape: tuple[int, ...] | None,
-    mask: Tensor | None,
-    key_intervals: Tensor | None,
-    cu_seqlens: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Runs ``plan``. The device of the tensors becomes current for the call only."""
-    if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
-        with torch.cuda.device(q.device):
-            return forward(plan, q, k, v, out_shape, lse_shape, mask, key_intervals, cu_seqlens)
-    out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
-    lse = None if lse_shape is None else torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    if cu_seqlens is not None:  # offsets that do not start at 0, or skip rows, name rows that no entry owns
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-torch.inf)
-    plan(q, k, v, out, lse, mask, key_intervals, cu_seqlens)
-    return out, lse
+def attention(call: Call, deterministic: bool | None, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """``out`` and ``lse`` (or None). ``deterministic`` as in :func:`hf_flash_cupy.flash_attention`."""
+    transformed = _is_transformed(call.q)
+    if not transformed and call.q.dtype == torch.float32 and uses_tf32(call.q):
+        call = call._replace(options=call.options._replace(tf32=True))
+    if transformed or (torch.is_grad_enabled() and _wants_gradient(call)):
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        q, k, v = _one_batch(call)
+        call = call._replace(q=q, k=k, v=v)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(call)
+        if transformed:
+            return custom_ops.attention(call, deterministic)
+        bias, sinks = call.extras.get("bias"), call.extras.get("sinks")
+        apply: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply
+        out, lse = apply(q, k, v, bias, sinks, call, deterministic)
+        return out, lse
+    return execute.forward(call, need_lse)
+
+
+def _is_transformed(q: Tensor) -> bool:
+    """Whether somebody wants to see operators of torch, not launches: compilers, torch.func, modes, subclasses."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+        or type(q) not in _PLAIN
+    )
+
+
+def _refuse_tangents(call: Call) -> None:
+    for x in (call.q, call.k, call.v, *call.extras.values()):
+        if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            raise UnsupportedProblem(
+                "A forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp) of attention was asked for: the "
+                "kernels have reverse mode only. Use torch.autograd.grad or torch.func.vjp."
+            )
+
+
+def _wants_gradient(call: Call) -> bool:
+    q, k, v, extras, _ = call
+    by_qkv = q.requires_grad or k.requires_grad or v.requires_grad
+    if not extras:
+        return by_qkv
+    if "alibi_slopes" in extras and extras["alibi_slopes"].requires_grad:
+        raise UnsupportedProblem(
+            "alibi_slopes requires a gradient: it has none. Pass alibi_slopes.detach(), or their product with the "
+            "distances as bias, which has one."
+        )
+    return by_qkv or any(extras[name].requires_grad for name in ("bias", "sinks") if name in extras)
+
+
+def _one_batch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v expanded to one batch: their gradients are then summed by torch."""
+    q, k, v = call[:3]
+    if q.dim() == 3 or q.shape[0] == k.shape[0] == v.shape[0]:
+        return q, k, v
+    batch = checks.batch(q, k, v)
+    q, k, v = (x.expand(batch, -1, -1, -1) for x in (q, k, v))
+    return q, k, v
+
+
+class _Attention(torch.autograd.Function):
+    """The road outside torch.compile and torch.func: a call costs microseconds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        call: Call,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """bias and sinks are those of ``call.extras``, named here for their gradients."""
+        out, lse = execute.forward(call, need_lse=True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, *call.extras.values())
+        ctx.names, ctx.options, ctx.deterministic = tuple(call.extras), call.options, deterministic
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            custom_ops.refuse_second_derivative(ctx)
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        call = Call(q, k, v, dict(zip(ctx.names, others, strict=True)), ctx.options)
+        needs = ctx.needs_input_grad[:5]
+        return (*execute.backward(call, out, lse, dout, dlse, needs=needs, deterministic=ctx.deterministic), None, None)

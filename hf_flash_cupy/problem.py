@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 DType = Literal["fp16", "bf16", "fp32"]
+Bias = Literal["none", "element", "fp32"]
+Algorithm = Literal["fa1", "fa2"]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class AttentionProblem:
     positive_scale: bool = True  # softmax_scale > 0; with softcap always True
     varlen: bool = False
     tf32: bool = False  # fp32 products on tensor cores, if the user allowed it
+    alibi: bool = False  # alibi_slopes given
+    bias: Bias = "none"  # bias given: in the inputs' dtype, or in float32
+    dropout: bool = False  # dropout_p > 0
+    algorithm: Algorithm = "fa2"
+    deterministic: bool = False  # backward only: gradients bit-equal from run to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,7 @@ class Tile:
     num_warps: int  # a warp owns block_m / num_warps rows, a multiple of 16
     stages: int  # blocks of k and v in shared memory
     min_blocks: int  # thread blocks that must fit an SM: bounds the registers of a thread
+    v_chunks: int = 1  # thread blocks that share a row block, each with its part of v's columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class KernelConfig:
     kernel: str  # C++ function template hfc::<kernel><Config>(const Params&), e.g. "fa2_forward"
     name: str  # unique readable entry point, e.g. "fa2_forward_bf16_d64_m128_n64_w4_s2_sm80"
     include: str  # header below cuda_src that defines the template, e.g. "fa2/forward.cuh"
-    params: str  # C++ struct name and key of params.PARAMS, e.g. "ForwardParams"
+    params: str  # C++ struct name and key of params.PARAMS, e.g. "AttentionParams"
     arch: str  # "75" "80" "86" "89" "90" "90a" "100" "120" or "host"
     constants: tuple[tuple[str, str], ...]  # ("using Element", "bf16"), ("int kBlockM", "128") …
     num_threads: int  # threads of a block

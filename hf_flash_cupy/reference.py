@@ -22,13 +22,17 @@ def attention_reference(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     key_intervals: Tensor | None = None,
+    dropout_p: float = 0.0,
+    keep: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ) v with every score modification of :func:`hf_flash_cupy.flash_attention`, differentiable.
 
     q (batch, seqlen_q, num_heads, head_dim), k and v (batch, seqlen_k, num_heads_k, head_dim or head_dim_v).
-    Returns out (batch, seqlen_q, num_heads, head_dim_v) and lse (batch, num_heads, seqlen_q), both in
-    ``compute_dtype``. Needs memory for every score: batch × num_heads × seqlen_q × seqlen_k.
+    ``keep`` (batch, num_heads, seqlen_q, seqlen_k), bool: the probabilities that dropout keeps, times
+    1 / (1 - dropout_p); the others become 0. Returns out (batch, seqlen_q, num_heads, head_dim_v) and lse (batch,
+    num_heads, seqlen_q), both in ``compute_dtype``. Needs memory for every score: batch × num_heads × seqlen_q ×
+    seqlen_k.
     """
     batch = max(q.shape[0], k.shape[0], v.shape[0])
     num_heads, seqlen_q, seqlen_k = q.shape[2], q.shape[1], k.shape[1]
@@ -55,17 +59,28 @@ def attention_reference(
     lse = torch.logsumexp(scores, dim=-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
     empty = (lse == -torch.inf).unsqueeze(-1)  # rows without keys: 0, not NaN
     probabilities = torch.exp(scores - lse.unsqueeze(-1).masked_fill(empty, 0)).masked_fill(empty, 0)
-    out = probabilities[..., :seqlen_k] @ v
+    probabilities = probabilities[..., :seqlen_k]
+    if keep is not None:
+        probabilities = torch.where(keep, probabilities / (1 - dropout_p), 0)
+    out = probabilities @ v
     return out.transpose(1, 2), lse
 
 
 def varlen_reference(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    alibi_slopes: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """:func:`attention_reference` of packed sequences, one after the other.
 
-    q (total_q, num_heads, head_dim), k and v (total_k, num_heads_k, …). Returns out (total_q, num_heads, head_dim_v)
-    and lse (num_heads, total_q); rows beyond the last offset: 0 and −inf.
+    q (total_q, num_heads, head_dim), k and v (total_k, num_heads_k, …), alibi_slopes (num_heads,) or (entries,
+    num_heads). Returns out (total_q, num_heads, head_dim_v) and lse (num_heads, total_q); rows beyond the last offset:
+    0 and −inf.
     """
     dtype = options.get("compute_dtype", torch.float64)
     out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=dtype)
@@ -73,7 +88,10 @@ def varlen_reference(
     offsets_q, offsets_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for i in range(len(offsets_q) - 1):
         rows, keys = slice(offsets_q[i], offsets_q[i + 1]), slice(offsets_k[i], offsets_k[i + 1])
-        part, part_lse = attention_reference(q[None, rows], k[None, keys], v[None, keys], **options)
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[i : i + 1]
+        part, part_lse = attention_reference(
+            q[None, rows], k[None, keys], v[None, keys], alibi_slopes=slopes, **options
+        )
         out[rows], lse[:, rows] = part[0], part_lse[0]
     return out, lse
 

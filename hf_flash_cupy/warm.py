@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_flash_cupy import dispatch, tiles
-from hf_flash_cupy.problem import AttentionProblem, DType, KernelConfig
+from hf_flash_cupy.problem import MAX_HEAD_DIM, AttentionProblem, DType, KernelConfig
 
 DTYPES: dict[str, DType] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
@@ -64,7 +64,7 @@ def problems(heads: Heads, dtype: str) -> Iterator[AttentionProblem]:
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: supported are {', '.join(DTYPES)}.")
     if min(heads.head_dim, heads.head_dim_v) < 1:
-        raise ValueError(f"head_dim {heads.head_dim}, head_dim_v {heads.head_dim_v}: must be 1 to 256.")
+        raise ValueError(f"head_dim {heads.head_dim}, head_dim_v {heads.head_dim_v}: must be 1 to {MAX_HEAD_DIM}.")
     for seqlen_q, intervals in product((1, tiles.SHORT_SEQLEN_Q + 1), (False, True)):
         yield AttentionProblem(
             dtype=DTYPES[dtype],

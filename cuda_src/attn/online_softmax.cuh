@@ -57,13 +57,26 @@ struct OnlineSoftmax {
         }
   }
 
-  // Normalises `out`; sum becomes the whole row's.
+  // Normalises `out`, times `factor`; sum becomes the whole row's. `sink` (natural, or null) is one more score without a value.
   template <int kM, int kNV>
-  __device__ __forceinline__ void finish(float (&out)[kM][kNV][4]) {
+  __device__ __forceinline__ void finish(float (&out)[kM][kNV][4], const float* sink, float factor) {
     quad_sum(sum);
     float factors[kRows];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) factors[row] = sum[row] == 0.0f ? 0.0f : 1.0f / sum[row];
+    for (int row = 0; row < kRows; ++row) factors[row] = factor;
+    if (sink != nullptr) {
+      const float logit = *sink * (1.0f / kLn2);
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const float raised = max_float(reference[row], logit);
+        const float shrink = exp2_fast<Element>(reference[row] - raised);
+        sum[row] = fused_multiply_add(sum[row], shrink, exp2_fast<Element>(logit - raised));
+        factors[row] *= shrink;
+        reference[row] = raised;
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) factors[row] = sum[row] == 0.0f ? 0.0f : factors[row] / sum[row];
     scale_rows(out, factors);
   }
 

@@ -19,7 +19,7 @@ class RowMask {
   static constexpr int kSharedBytes = Config::kIntervals ? (Config::kBlockM + Config::kNumWarps) * int(sizeof(KeyInterval)) : 0;
 
   // Synchronises the block when there are key intervals.
-  __device__ __forceinline__ RowMask(const ForwardParams& params, const SeqlenInfo& seqlen, int first_row, int head, int entry,
+  __device__ __forceinline__ RowMask(const AttentionParams& params, const SeqlenInfo& seqlen, int first_row, int head, int entry,
                                      SharedPtr shared)
       : params_(params), seqlen_(seqlen), warp_(warp_id()), first_row_(first_row + warp_ * kWarpRows), shared_(shared) {
     const int end_row = min(first_row_ + kWarpRows, seqlen.seqlen_q);
@@ -103,7 +103,7 @@ class RowMask {
     if (block_.empty()) block_ = {0, 0};
   }
 
-  const ForwardParams& params_;
+  const AttentionParams& params_;
   const SeqlenInfo& seqlen_;
   const uint8* mask_ = nullptr;
   int warp_;

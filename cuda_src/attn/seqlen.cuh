@@ -14,7 +14,7 @@ struct SeqlenInfo {
   int64 first_k;
   int batch;      // index for batch strides: 0 in a packed tensor
 
-  __device__ __forceinline__ SeqlenInfo(const ForwardParams& params, int entry)
+  __device__ __forceinline__ SeqlenInfo(const AttentionParams& params, int entry)
       : seqlen_q(params.seqlen_q), seqlen_k(params.seqlen_k), first_q(0), first_k(0), batch(entry) {
     if (params.cu_seqlens_q == nullptr) return;
     batch = 0;

@@ -2,6 +2,7 @@
 // each warp its own kBlockM / kNumWarps rows ("split-Q": warps never exchange results), and walks over blocks of keys.
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "attn/online_softmax.cuh"
 #include "attn/row_mask.cuh"
 #include "attn/score.cuh"
@@ -19,6 +20,7 @@ struct ForwardTraits {
   using Element = typename Config::Element;
   static constexpr int kThreads = Config::kNumWarps * kWarpSize;
   static constexpr int kWarpRows = Config::kBlockM / Config::kNumWarps;
+  static constexpr int kUnroll = Config::kIntervals ? 16 : kCopyUnroll;  // there the registers of short loops are missed
   static constexpr int kM = kWarpRows / 16;           // m-tiles of a warp
   static constexpr int kN = Config::kBlockN / 8;      // n-tiles of a block of keys
   static constexpr int kNV = Config::kHeadDimV / 8;   // n-tiles of the output
@@ -56,27 +58,13 @@ template <typename Config, typename Tile>
 __device__ __forceinline__ void load_block(Tile tile, const typename Tile::Element* rows, int64 row_stride, KeyInterval keys,
                                            int block, int columns) {
   const int first_key = block * Tile::kRows;
-  load_tile<Config::kVector, ForwardTraits<Config>::kThreads>(tile, rows + first_key * row_stride, row_stride,
-                                                              RowRange{keys.lo - first_key, keys.hi - first_key}, columns);
-}
-
-// Blanks the rows of operand v whose keys no row of the warp sees: bit 2j + e of `columns` as in mask.cuh.
-template <typename Element>
-__device__ __forceinline__ void keep_columns(uint32 columns, int k, uint32 (&words)[2]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if constexpr (sizeof(Element) == 2) {
-      const uint32 pair = columns >> (4 * k + 2 * i);
-      words[i] &= (pair & 1 ? 0x0000ffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);
-    } else {
-      words[i] = columns >> (2 * k + i) & 1 ? words[i] : 0u;
-    }
-  }
+  load_tile<Config::kVector, ForwardTraits<Config>::kThreads, ForwardTraits<Config>::kUnroll>(
+      tile, rows + first_key * row_stride, row_stride, RowRange{keys.lo - first_key, keys.hi - first_key}, columns);
 }
 
 template <typename Config>
-__device__ __forceinline__ void forward_tile(const ForwardParams& params, const SeqlenInfo& seqlen, int first_row, int head,
-                                             int entry) {
+__device__ __forceinline__ void forward_tile(const AttentionParams& params, const SeqlenInfo& seqlen, int first_row, int head,
+                                             int entry, int first_column) {
   using Traits = ForwardTraits<Config>;
   using Element = typename Traits::Element;
   using Multiply = typename Config::Multiply;
@@ -86,18 +74,19 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
 
   const int head_k = head / (params.num_heads / params.num_heads_k);
   const Element* k_rows = seqlen.template rows<Element>(params.k, seqlen.first_k, head_k);  // (seqlen_k, head_dim)
-  const Element* v_rows = seqlen.template rows<Element>(params.v, seqlen.first_k, head_k);  // (seqlen_k, head_dim_v)
+  const Element* v_rows = seqlen.template rows<Element>(params.v, seqlen.first_k, head_k) + first_column;  // (seqlen_k, …)
+  const int num_columns = Config::kVChunks == 1 ? params.head_dim_v : min(Config::kHeadDimV, params.head_dim_v - first_column);
   const int num_rows = min(Config::kBlockM, seqlen.seqlen_q - first_row);
 
-  load_tile<Config::kVector, Traits::kThreads>(shared.q(),
-                                               seqlen.template rows<Element>(params.q, seqlen.first_q + first_row, head),
-                                               params.q.row_stride, RowRange{0, num_rows}, params.head_dim);
+  load_tile<Config::kVector, Traits::kThreads, Traits::kUnroll>(
+      shared.q(), seqlen.template rows<Element>(params.q, seqlen.first_q + first_row, head), params.q.row_stride,
+      RowRange{0, num_rows}, params.head_dim);
   const RowMask<Config> mask(params, seqlen, first_row, head, entry, shared.intervals());
   const KeyInterval keys = mask.block_keys();
   const int first_block = keys.lo / Config::kBlockN, last_block = ceil_div(keys.hi, Config::kBlockN) - 1;
 
   auto load_k = [&](int n) { load_block<Config>(shared.k(n), k_rows, params.k.row_stride, keys, n, params.head_dim); };
-  auto load_v = [&](int n) { load_block<Config>(shared.v(n), v_rows, params.v.row_stride, keys, n, params.head_dim_v); };
+  auto load_v = [&](int n) { load_block<Config>(shared.v(n), v_rows, params.v.row_stride, keys, n, num_columns); };
   if (first_block <= last_block) load_k(last_block);
   if (Config::kStages > 1 && first_block <= last_block) load_v(last_block);
   copy_async_commit();
@@ -133,37 +122,37 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
     }
     if (visibility == Visibility::kNone) continue;
 
-    float scale = params.score_scale_log2;
-    if constexpr (Config::kSoftcap) {
-      cap_scores<Element>(scores, params.softcap, params.softcap_inner);
-    } else if constexpr (!Config::kPositiveScale) {
-      // The softmax wants a positive scale: hidden scores are -inf, and the maximum counts.
-      const float sign = scale < 0.0f ? -1.0f : scale > 0.0f ? 1.0f : 0.0f;
-      scale_scores(scores, sign);
-      scale = sign == 0.0f ? 1.0f : sign * scale;
-    }
+    const ScoreTile tile{first_row + warp_row, n * Config::kBlockN, head, entry};
+    const float scale = modify_scores<Config>(scores, params, seqlen, tile);
     if (visibility == Visibility::kSome) {
       if (!RowMask<Config>::kHoles) mask.look(visible, n * Config::kBlockN);  // only now: the registers were the product's
       hide(scores, visible);
     }
+    uint32 columns = ~0u;  // keys that some row of the warp sees
+    if constexpr (Config::kBias) columns = seen_columns(scores);
     softmax.update(scores, out, scale);
-    uint32 columns = ~0u;
-    if (RowMask<Config>::kHoles && visibility == Visibility::kSome) {
+    if (!Config::kBias && RowMask<Config>::kHoles && visibility == Visibility::kSome) {
       columns = 0;
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i) columns |= visible[i];
       columns = column_or(columns);
     }
+    if constexpr (Config::kDropout) {  // the sum has every probability
+      uint32 kept[2 * kM];
+      kept_bits<Config, kM, kN>(kept, params, seqlen, tile);
+      replace_unset(scores, kept, 0.0f);
+    }
     gemm_accumulator<Multiply>(out, scores, shared.v(n), [&](int k, uint32(&words)[2]) {
-      if constexpr (RowMask<Config>::kHoles) keep_columns<Element>(columns, k, words);
+      if constexpr (RowMask<Config>::kHoles || Config::kBias) keep_columns<Element>(columns, k, words);
     });
   }
 
-  softmax.finish(out);
+  const bool has_sink = params.sinks != nullptr && (!Config::kVarlen || entry < params.batch);  // rows of no entry have none
+  softmax.finish(out, has_sink ? params.sinks + head : nullptr, Config::kDropout ? params.dropout_scale : 1.0f);
   copy_async_wait<0>();  // without keys to wait for, q is still on its way to where out goes
   sync_threads();        // every warp has left q
   store_accumulator(shared.out(), warp_row, out);
-  if (params.lse != nullptr && lane_id() % 4 == 0) {
+  if (params.lse != nullptr && first_column == 0 && lane_id() % 4 == 0) {
     float* lse = params.lse + seqlen.batch * params.lse_batch_stride + head * params.lse_head_stride + seqlen.first_q;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
@@ -172,21 +161,25 @@ __device__ __forceinline__ void forward_tile(const ForwardParams& params, const 
     }
   }
   sync_threads();
-  store_tile<Config::kVector, Traits::kThreads>(shared.out(),
-                                                seqlen.template rows<Element>(params.out, seqlen.first_q + first_row, head),
-                                                params.out.row_stride, num_rows, params.head_dim_v);
+  Element* out_rows = seqlen.template rows<Element>(params.out, seqlen.first_q + first_row, head) + first_column;
+  store_tile<Config::kVector, Traits::kThreads, Traits::kUnroll>(shared.out(), out_rows, params.out.row_stride, num_rows,
+                                                                 num_columns);
 }
 
 template <typename Config>
-__device__ __forceinline__ void fa2_forward(const ForwardParams& params) {
+__device__ __forceinline__ void fa2_forward(const AttentionParams& params) {
   if (block_id() >= params.num_tiles) return;
+  // The thread blocks of one row block's output columns are neighbours: they read the same keys at the same time.
+  const int64 tile = block_id() / Config::kVChunks;
+  const int first_column = int(block_id() % Config::kVChunks) * Config::kHeadDimV;
   WorkTile work;
   if constexpr (Config::kVarlen)
-    work = packed_work_tile<Config::kBlockM>(params, block_id());
+    work = packed_work_tile<Config::kBlockM>(params, tile);
   else
-    work = work_tile(params, block_id());
+    work = work_tile(params, tile);
   if (work.m_block < 0) return;
-  forward_tile<Config>(params, SeqlenInfo(params, work.entry), work.m_block * Config::kBlockM, work.head, work.entry);
+  const SeqlenInfo seqlen(params, work.entry);
+  forward_tile<Config>(params, seqlen, work.m_block * Config::kBlockM, work.head, work.entry, first_column);
 }
 
 }  // namespace hfc

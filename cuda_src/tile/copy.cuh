@@ -26,7 +26,7 @@ struct CopyLayout {
 // Calls visit(row, column, elements) for every chunk of the tile, one thread each; `elements` is where the chunk's first
 // element lies in device memory, `origin` where the tile's does. The address moves by one step a pass, since a loop would
 // keep all the multiples of the stride otherwise.
-template <bool kVector, int kThreads, typename Tile, typename Pointer, typename Visit>
+template <bool kVector, int kThreads, int kUnroll, typename Tile, typename Pointer, typename Visit>
 __device__ __forceinline__ void for_each_chunk(Pointer origin, int64 row_stride, Visit visit) {
   using Layout = CopyLayout<Tile, kThreads>;
   row_stride = in_place(row_stride);
@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_each_chunk(Pointer origin, int64 row_stride,
   for (int chunk = thread_id() % Layout::kColumnsPerPass; chunk < Tile::kChunks; chunk += Layout::kColumnsPerPass) {
     const int column = chunk * Tile::kElementsPerChunk;
     Pointer elements = origin + first_row * row_stride + column;
-#pragma unroll(!kVector ? 1 : kAsyncCopy ? Layout::kPasses : 2)
+#pragma unroll(!kVector ? 1 : kAsyncCopy && Layout::kPasses <= kUnroll ? Layout::kPasses : 2)
     for (int pass = 0; pass < Layout::kPasses; ++pass) {
       const int row = first_row + pass * Layout::kRowsPerPass;
       if (Layout::kFull || row < Tile::kRows) visit(row, column, elements);
@@ -65,6 +65,22 @@ __device__ __forceinline__ Chunk load_elements(const Element* source, int count)
   return chunk;
 }
 
+// The dot product of two chunks, in fp32.
+template <typename Element>
+__device__ __forceinline__ float chunk_product(Chunk a, Chunk b) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(Element) == 2) {
+      sum = fused_multiply_add(to_float<Element>(uint16(a.words[i])), to_float<Element>(uint16(b.words[i])), sum);
+      sum = fused_multiply_add(to_float<Element>(uint16(a.words[i] >> 16)), to_float<Element>(uint16(b.words[i] >> 16)), sum);
+    } else {
+      sum = fused_multiply_add(bits_float(a.words[i]), bits_float(b.words[i]), sum);
+    }
+  }
+  return sum;
+}
+
 template <typename Element>
 __device__ __forceinline__ void store_elements(Element* target, Chunk chunk, int count) {
   constexpr int kPerWord = 4 / sizeof(Element);
@@ -82,31 +98,36 @@ __device__ __forceinline__ void store_elements(Element* target, Chunk chunk, int
     }
 }
 
+// Passes of a copy that are unrolled whole; more cost compile time and gain nothing.
+constexpr int kCopyUnroll = 4;
+
 // `source` is the tile's row 0, element 0, in device memory; kVector: every row starts on 16 bytes and is whole chunks.
-template <bool kVector, int kThreads, typename Tile>
+template <bool kVector, int kThreads, int kUnroll = kCopyUnroll, typename Tile>
 __device__ __forceinline__ void load_tile(Tile tile, const typename Tile::Element* source, int64 row_stride, RowRange rows,
                                           int columns) {
-  for_each_chunk<kVector, kThreads, Tile>(source, row_stride, [&](int row, int column, const typename Tile::Element* elements) {
-    const bool valid = row >= rows.first && row < rows.end && column < columns;
-    const SharedPtr target = tile.at(row, column / Tile::kElementsPerChunk);
-    if constexpr (kVector)
-      copy_async(target, elements, valid);
-    else
-      store_shared(target, load_elements(elements, valid ? columns - column : 0));
-  });
+  for_each_chunk<kVector, kThreads, kUnroll, Tile>(
+      source, row_stride, [&](int row, int column, const typename Tile::Element* elements) {
+        const bool valid = row >= rows.first && row < rows.end && column < columns;
+        const SharedPtr target = tile.at(row, column / Tile::kElementsPerChunk);
+        if constexpr (kVector)
+          copy_async(target, elements, valid);
+        else
+          store_shared(target, load_elements(elements, valid ? columns - column : 0));
+      });
 }
 
-template <bool kVector, int kThreads, typename Tile>
+template <bool kVector, int kThreads, int kUnroll = kCopyUnroll, typename Tile>
 __device__ __forceinline__ void store_tile(Tile tile, typename Tile::Element* target, int64 row_stride, int num_rows,
                                            int columns) {
-  for_each_chunk<kVector, kThreads, Tile>(target, row_stride, [&](int row, int column, typename Tile::Element* elements) {
-    if (row >= num_rows || column >= columns) return;
-    const Chunk value = load_shared_chunk(tile.at(row, column / Tile::kElementsPerChunk));
-    if constexpr (kVector)
-      store_global_chunk(elements, value);
-    else
-      store_elements(elements, value, columns - column);
-  });
+  for_each_chunk<kVector, kThreads, kUnroll, Tile>(
+      target, row_stride, [&](int row, int column, typename Tile::Element* elements) {
+        if (row >= num_rows || column >= columns) return;
+        const Chunk value = load_shared_chunk(tile.at(row, column / Tile::kElementsPerChunk));
+        if constexpr (kVector)
+          store_global_chunk(elements, value);
+        else
+          store_elements(elements, value, columns - column);
+      });
 }
 
 }  // namespace hfc

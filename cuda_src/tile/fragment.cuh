@@ -22,31 +22,69 @@ __device__ __forceinline__ void load_rows(uint32 (&fragment)[4], Tile tile, int 
   ldmatrix(fragment, [&](int lane) { return tile.at(warp_row + lane % 16, row, 2 * k, lane / 16); });
 }
 
-// B of A Bᵀ: 16 rows n of a row-major (n, k) tile, step k, as two n-tiles.
+// B of A Bᵀ: rows [warp_row + row, + 16) of a row-major (n, k) tile, step k, as two n-tiles.
 template <typename Tile>
-__device__ __forceinline__ void load_transposed_rows(uint32 (&first)[2], uint32 (&second)[2], Tile tile, int row, int k) {
+__device__ __forceinline__ void load_transposed_rows(uint32 (&first)[2], uint32 (&second)[2], Tile tile, int warp_row, int row,
+                                                     int k) {
   uint32 r[4];
-  ldmatrix(r, [&](int lane) { return tile.at(lane / 16 * 8 + lane % 8, row, 2 * k, lane / 8 % 2); });
+  ldmatrix(r, [&](int lane) { return tile.at(warp_row + lane / 16 * 8 + lane % 8, row, 2 * k, lane / 8 % 2); });
   first[0] = r[0], first[1] = r[1];
   second[0] = r[2], second[1] = r[3];
 }
 
-// B of A B: step k of a row-major (k, n) tile, columns [column, column + 16) as two n-tiles. A 32-bit step takes its rows
-// in the order an accumulator holds its columns (0 2 4 6 1 3 5 7), so that A can be an accumulator as it stands.
+// B of A B: step k of a row-major (k, n) tile, columns [warp_column + column, + 16) as two n-tiles; the two numbers share no
+// bit. A 32-bit step takes its rows in the order an accumulator holds its columns (0 2 4 6 1 3 5 7), so that A can be an
+// accumulator as it stands.
 template <typename Tile>
-__device__ __forceinline__ void load_columns(uint32 (&first)[2], uint32 (&second)[2], Tile tile, int k, int column) {
+__device__ __forceinline__ void load_columns(uint32 (&first)[2], uint32 (&second)[2], Tile tile, int k, int warp_column,
+                                             int column) {
   if constexpr (sizeof(typename Tile::Element) == 2) {
     uint32 r[4];
-    ldmatrix_transposed(r, [&](int lane) { return tile.at(lane % 16, 16 * k, column / 8, lane / 16); });
+    ldmatrix_transposed(r, [&](int lane) { return tile.at(lane % 16, 16 * k, column / 8, warp_column / 8 + lane / 16); });
     first[0] = r[0], first[1] = r[1];
     second[0] = r[2], second[1] = r[3];
   } else {
     const int group = lane_id() / 4, row = lane_id() % 4 * 2, offset = group % 4 * 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      first[i] = load_shared(tile.at(row + i, 8 * k, column / 4, group / 4) + offset);
-      second[i] = load_shared(tile.at(row + i, 8 * k, column / 4 + 2, group / 4) + offset);
+      first[i] = load_shared(tile.at(row + i, 8 * k, column / 4, warp_column / 4 + group / 4) + offset);
+      second[i] = load_shared(tile.at(row + i, 8 * k, column / 4 + 2, warp_column / 4 + group / 4) + offset);
     }
+  }
+}
+
+// A of A B as load_columns wants it: rows [warp_row + row, + 16) of a row-major (m, k) tile, step k.
+template <typename Tile>
+__device__ __forceinline__ void load_factor_rows(uint32 (&fragment)[4], Tile tile, int warp_row, int row, int k) {
+  if constexpr (sizeof(typename Tile::Element) == 2) {
+    load_rows(fragment, tile, warp_row, row, k);
+  } else {
+    const int group = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const SharedPtr pair = tile.at(warp_row + group, row + 8 * half, 2 * k, t / 2) + t % 2 * 8;
+      fragment[half] = load_shared(pair);
+      fragment[half + 2] = load_shared(pair + 4);
+    }
+  }
+}
+
+// A of Aᵀ B as load_columns wants it: columns [warp_column + column, + 16) of a row-major (k, m) tile, step k; the two numbers
+// share no bit.
+template <typename Tile>
+__device__ __forceinline__ void load_factor_columns(uint32 (&fragment)[4], Tile tile, int k, int warp_column, int column) {
+  if constexpr (sizeof(typename Tile::Element) == 2) {
+    ldmatrix_transposed(fragment, [&](int lane) {
+      return tile.at(lane / 16 * 8 + lane % 8, 16 * k, column / 8, warp_column / 8 + lane / 8 % 2);
+    });
+  } else {
+    const int group = lane_id() / 4, row = lane_id() % 4 * 2, offset = group % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        fragment[2 * i + half] =
+            load_shared(tile.at(row + i, 8 * k, column / 4 + 2 * half, warp_column / 4 + group / 4) + offset);
   }
 }
 
@@ -76,9 +114,17 @@ __device__ __forceinline__ void clear(float (&accumulator)[kM][kColumns][4]) {
       for (int e = 0; e < 4; ++e) accumulator[i][j][e] = 0.0f;
 }
 
-// The warp's accumulator to its rows of a tile, rounded to the tile's element.
-template <int kM, int kColumns, typename Tile>
-__device__ __forceinline__ void store_accumulator(Tile tile, int first_row, const float (&accumulator)[kM][kColumns][4]) {
+// How an accumulator's n-tiles lie in a tile that kWarps warps share by columns: each warp takes every kWarps-th pair, so
+// that any width divides and a warp's first column shares no bit with the steps from there.
+template <int kWarps>
+__device__ __forceinline__ constexpr int pair_column(int j) {
+  return j / 2 * 16 * kWarps + j % 2 * 8;
+}
+
+// The warp's accumulator to its rows of a tile, from `first_column`, rounded to the tile's element.
+template <int kWarps = 1, int kM, int kColumns, typename Tile>
+__device__ __forceinline__ void store_accumulator(Tile tile, int first_row, const float (&accumulator)[kM][kColumns][4],
+                                                  int first_column = 0) {
   using Element = typename Tile::Element;
 #pragma unroll
   for (int i = 0; i < kM; ++i)
@@ -87,11 +133,12 @@ __device__ __forceinline__ void store_accumulator(Tile tile, int first_row, cons
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float x = accumulator[i][j][2 * half], y = accumulator[i][j][2 * half + 1];
-        const SharedPtr target = tile.element(first_row + row_of(i, 2 * half), column_of(j, 0));
+        const int lane_row = first_row + lane_id() / 4, row = 16 * i + 8 * half, column = pair_column<kWarps>(j),
+                  t = lane_id() % 4;
         if constexpr (sizeof(Element) == 2)
-          store_shared(target, pack2<Element>(x, y));
+          store_shared(tile.at(lane_row, row, column / 8, first_column / 8) + 4 * t, pack2<Element>(x, y));
         else
-          store_shared(target, float_bits(x), float_bits(y));
+          store_shared(tile.at(lane_row, row, column / 4, first_column / 4 + t / 2) + t % 2 * 8, float_bits(x), float_bits(y));
       }
 }
 

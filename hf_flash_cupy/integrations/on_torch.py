@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_flash_cupy.errors import UnsupportedProblem
 from hf_flash_cupy.integrations.key_intervals import KeyIntervals
 from hf_flash_cupy.integrations.request import AttentionRequest, within_sequences
 from hf_flash_cupy.reference import attention_reference
@@ -55,11 +54,11 @@ def _mask(request: AttentionRequest) -> Tensor | None:
 
 
 def _reference(request: AttentionRequest) -> Tensor:
+    keep = None
     if request.dropout_p:
-        raise UnsupportedProblem(
-            "dropout together with softcap or sinks is not supported on a CPU. "
-            'Load this model with attn_implementation="eager".'
-        )
+        q, k = request.q, request.k
+        shape = (max(q.shape[0], k.shape[0]), *q.shape[1:3], k.shape[2])
+        keep = torch.rand(shape, device=q.device) >= request.dropout_p
     q, k, v = (x.transpose(1, 2) for x in (request.q, request.k, request.v))
     out, _ = attention_reference(
         q,
@@ -72,6 +71,8 @@ def _reference(request: AttentionRequest) -> Tensor:
         sinks=request.sinks,
         bias=request.bias,
         mask=request.mask,
+        dropout_p=request.dropout_p,
+        keep=keep,
         key_intervals=None if request.intervals is None else request.intervals.intervals,
         compute_dtype=torch.float32,
     )

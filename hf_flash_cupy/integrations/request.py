@@ -122,6 +122,8 @@ def _with_mask(request: AttentionRequest, mask: Tensor) -> AttentionRequest:
     if 1 < mask.shape[3] < seqlen_k:
         seqlen_k = mask.shape[3]
         request = replace(request, k=request.k[:, :, :seqlen_k], v=request.v[:, :, :seqlen_k])
+        if request.bias is not None:
+            request = replace(request, bias=request.bias[..., :seqlen_k])
     described = mask.described if isinstance(mask, IntervalMask) else None
     if described is not None:
         return _with_intervals(request, described)
@@ -152,7 +154,8 @@ def _with_dense(request: AttentionRequest, mask: Tensor) -> AttentionRequest:
     # One bool is read back from the device here, in every layer; bool masks and intervals need no such look.
     if not mask.requires_grad and bool((hidden | (mask == 0)).all()):
         return replace(request, mask=~hidden)
-    return replace(request, bias=mask if request.bias is None else request.bias + mask)
+    bias = mask.masked_fill(hidden, -torch.inf)  # the least number a dtype has hides keys: a row of it sees none
+    return replace(request, bias=bias if request.bias is None else request.bias + bias)
 
 
 def _with_sequences(request: AttentionRequest, kwargs: dict[str, Any]) -> AttentionRequest:

@@ -1,7 +1,8 @@
-"""The attention function registered with Transformers, under the name ``cupy_fa2``."""
+"""The attention function registered with Transformers, under the names ``cupy_fa1`` and ``cupy_fa2``."""
 
 from __future__ import annotations
 
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch import Tensor
@@ -15,11 +16,11 @@ from hf_flash_cupy.integrations.request import WAY_OUT, AttentionRequest, build_
 
 __all__ = ["NAMES", "LayerRecord", "attention_forward", "record_layers", "register"]
 
-NAMES = ("cupy_fa2",)
+NAMES = {"cupy_fa1": "fa1", "cupy_fa2": "fa2"}  # and the algorithm behind each
 
 
 def register() -> None:
-    """Makes ``attn_implementation="cupy_fa2"`` known to Transformers; repeating it is harmless.
+    """Makes ``attn_implementation="cupy_fa1"`` and ``"cupy_fa2"`` known to Transformers; repeating it is harmless.
 
     The mask function goes with it: under a name that has none, Transformers passes no mask at all, and
     padding, window and packing are silently lost.
@@ -28,8 +29,9 @@ def register() -> None:
 
     from hf_flash_cupy.integrations.masks import attention_mask
 
-    for name in NAMES:
-        AttentionInterface.register(name, attention_forward)
+    for name, algorithm in NAMES.items():
+        function = update_wrapper(partial(attention_forward, algorithm=algorithm), attention_forward)
+        AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, attention_mask)
 
 
@@ -45,6 +47,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    algorithm: str = "fa2",
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, with the arguments that Transformers' models call it with.
@@ -57,21 +60,23 @@ def attention_forward(
         attention_mask: an ``IntervalMask``; or bool, True = attend, or additive float, broadcastable to
             (batch, num_heads, seqlen_q, seqlen_k); or key padding (batch, seqlen_k); or None.
         scaling: of the scores; None = ``head_dim ** -0.5``.
-        dropout: of the probabilities, in training.
+        dropout: of the probabilities, while the module is in training.
         sliding_window: keys a row sees, its own included. Counts only without a mask, which would have it.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         is_causal: counts only without a mask; None = what the module says, False where it says nothing.
+        algorithm: "fa2" or "fa1", which the registered name decides.
         kwargs: ``s_aux``/``sinks``, ``position_bias``, ``cu_seq_lens_q/k`` and ``max_length_q/k`` count;
             other names known to change the result are refused; the rest is ignored.
 
     Returns:
-        (batch, seqlen_q, num_heads, head_dim_v), contiguous, in v's dtype (autocast's where on), and None.
+        (batch, seqlen_q, num_heads, head_dim_v), contiguous, in v's dtype (autocast's where on), and None. It has
+        gradients by query, key, value, sinks and biases.
 
     Raises:
         UnsupportedProblem: the layer asks for what no kernel can do; it says what, and what to do.
     """
     if kwargs.get("output_attentions"):
-        warn_once('cupy_fa2 returns no attention probabilities: attn_implementation="eager" does.')
+        warn_once(f'cupy_{algorithm} returns no attention probabilities: attn_implementation="eager" does.')
     request = build_request(
         module,
         query,
@@ -85,26 +90,25 @@ def attention_forward(
         is_causal=is_causal,
         kwargs=kwargs,
     )
-    return run_recorded(module, lambda: _attend(request)), None
+    return run_recorded(module, lambda: _attend(request, algorithm)), None
 
 
-def _attend(request: AttentionRequest) -> tuple[Tensor, str]:
+def _attend(request: AttentionRequest, algorithm: str) -> tuple[Tensor, str]:
     """The output, and what computed it if that was none of this package's kernels."""
     if request.q.device.type == "cpu":
         mode = env.cpu_mode()
         if mode == "auto":
             warn_once(
-                "cupy_fa2 on a CPU runs torch's scaled_dot_product_attention. HF_FLASH_CUPY_CPU=kernels runs "
+                f"cupy_{algorithm} on a CPU runs torch's scaled_dot_product_attention. HF_FLASH_CUPY_CPU=kernels runs "
                 "this package's kernels (to check them: slower), HF_FLASH_CUPY_CPU=sdpa silences this."
             )
         if mode != "kernels":
             return on_torch.attend(request)
-    return _on_kernels(request), "none"
+    return _on_kernels(request, algorithm), "none"
 
 
-def _on_kernels(request: AttentionRequest) -> Tensor:
-    _refuse_unserved(request)
-    if request.mask is not None or request.intervals is not None:
+def _on_kernels(request: AttentionRequest, algorithm: str) -> Tensor:
+    if request.mask is not None or request.intervals is not None or request.bias is not None:
         request = within_sequences(request)
     q, k, v = (x.transpose(1, 2) for x in (request.q, request.k, request.v))
     common: dict[str, Any] = {
@@ -112,6 +116,9 @@ def _on_kernels(request: AttentionRequest) -> Tensor:
         "window_size": request.window_size,
         "softmax_scale": request.softmax_scale,
         "softcap": request.softcap,
+        "sinks": request.sinks,
+        "dropout_p": request.dropout_p,
+        "algorithm": algorithm,
     }
     out: Tensor
     try:
@@ -126,20 +133,10 @@ def _on_kernels(request: AttentionRequest) -> Tensor:
             out = functional.flash_attention_varlen(q[0], k[0], v[0], *lengths, **common)[None]
         else:
             intervals = None if request.intervals is None else request.intervals.intervals
-            out = functional.flash_attention(q, k, v, mask=request.mask, key_intervals=intervals, **common)
+            common |= {"mask": request.mask, "key_intervals": intervals, "bias": request.bias}
+            out = functional.flash_attention(q, k, v, **common)
     except UnsupportedProblem as error:
         if "attn_implementation" in str(error):
             raise
         raise UnsupportedProblem(f"{error} {WAY_OUT}") from error
     return out
-
-
-def _refuse_unserved(request: AttentionRequest) -> None:
-    asked = {
-        "s_aux/sinks: attention sinks are": request.sinks is not None,
-        "position_bias, or a float attention_mask that is not only 0 and −inf: a bias is": request.bias is not None,
-        f"dropout={request.dropout_p}: attention dropout is": request.dropout_p > 0,
-    }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise UnsupportedProblem(f"{what} not supported by cupy_fa2's kernels yet. {WAY_OUT}")

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_flash_cupy import (
-    UnsupportedProblem,
+    execute,
     explain,
     flash_attention,
     flash_attention_varlen,
     functional,
     launch,
-    ops,
 )
 from hf_flash_cupy.errors import MissingDependency
 from hf_flash_cupy.launch import launch_count, record_launches
@@ -43,8 +42,6 @@ def test_parameters_without_gradients(device: torch.device) -> None:
         out, _ = flash_attention(*inside, return_lse=True)
     assert check.identical(out.clone(), expected)
     assert check.identical(flash_attention(*inside), expected)  # inference tensors, used outside
-    with pytest.raises(UnsupportedProblem, match="gradient"):
-        flash_attention(q, k, v)
 
 
 def test_mixed_dtypes_take_that_of_v(device: torch.device) -> None:
@@ -125,8 +122,9 @@ def test_explain_names_the_kernel_that_runs(device: torch.device, capfd: pytest.
 
 def test_explain_drops_nothing(device: torch.device) -> None:
     q, k, v = check.qkv(1, 5, 7, 2, 32, dtype=FP32, device=device)
-    with pytest.raises(UnsupportedProblem, match="sinks"):
-        explain(q, k, v, sinks=torch.zeros(2))
+    assert "alibi=True" in explain(q, k, v, alibi_slopes=torch.zeros(2, device=device))
+    with pytest.raises(ValueError, match="sinks"):
+        explain(q, k, v, sinks=torch.zeros(3, device=device))
     with pytest.raises(TypeError, match="causl"):
         explain(q, k, v, causl=True)
     with pytest.raises(ValueError, match="window_size"):
@@ -182,7 +180,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MissingDependency("No C++ compiler.", "apt-get install g++")
 
     monkeypatch.setattr(launch.module, "get_host_kernel", missing)
-    monkeypatch.setattr(ops, "_local", threading.local())
+    monkeypatch.setattr(execute, "_local", threading.local())
     functional._warn_reference.cache_clear()
 
 
@@ -204,6 +202,14 @@ def test_reference_runs_without_a_compiler() -> None:
     assert out.is_contiguous()
     assert check.identical(again, out)
     assert half.dtype == torch.float16
+    for x in (q, k, v):
+        x.requires_grad_()
+    flash_attention(q, k, v, causal=True).sum().backward()
+    expected = torch.autograd.grad(check.attention_reference(q, k, v, causal=True)[0].sum(), (q, k, v))
+    for x, gradient in zip((q, k, v), expected, strict=True):
+        torch.testing.assert_close(x.grad, gradient)
+    dropped = flash_attention(q, k, v, dropout_p=0.999)
+    assert (dropped == 0).any()
 
 
 @pytest.mark.usefixtures("no_compiler")

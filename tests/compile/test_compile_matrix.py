@@ -1,8 +1,8 @@
 """Kernels of every architecture compile, without a GPU, and fit its registers and shared memory.
 
 Registers follow from the tile and the head sizes; features only add to them. So every shape (element types, tile,
-head sizes) is compiled with the fewest features and with the most, rather than with all combinations, and unequal
-head sizes (which only mix what equal ones have) on one architecture.
+head sizes) is compiled with the fewest features, with those that cost most alone, and with the most, rather than with
+all combinations, and unequal head sizes (which only mix what equal ones have) on one architecture.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from functools import cache
 import pytest
 
 from hf_flash_cupy import dispatch, tiles
+from hf_flash_cupy.errors import UnsupportedProblem
 from hf_flash_cupy.jit import compiler, source
-from hf_flash_cupy.problem import KernelConfig
+from hf_flash_cupy.problem import AttentionProblem, KernelConfig
 
 # CPU time. The goal is 1.5 s for what models use most; beyond this bound somebody unrolled too much.
 MAX_COMPILE_S = 20.0
@@ -32,7 +33,13 @@ FAST = {
     ("float", 64, "dense"),
     ("float", 256, "plain"),
     ("tf32", 128, "plain"),
+    ("fp16", 64, "dropout"),
+    ("bf16", 512, "plain"),
 }
+
+# Kernels that calls on one architecture can reach, as tiles.reachable_problems lists them: only ever built on demand,
+# but a feature that doubles this number doubles what nobody can test.
+MAX_REACHABLE = 50_000
 
 
 def constant(config: KernelConfig, declaration: str) -> str:
@@ -40,7 +47,7 @@ def constant(config: KernelConfig, declaration: str) -> str:
 
 
 def head_dims(config: KernelConfig) -> tuple[int, int]:
-    return int(constant(config, "int kHeadDim")), int(constant(config, "int kHeadDimV"))
+    return int(constant(config, "int kHeadDim")), int(constant(config, "int kHeadDimV")) * config.tile.v_chunks
 
 
 def shape(config: KernelConfig) -> tuple[str, ...]:
@@ -48,22 +55,27 @@ def shape(config: KernelConfig) -> tuple[str, ...]:
     return tuple(
         value
         for declaration, value in config.constants
-        if not declaration.startswith("bool ") and declaration != "int kSharedBytes"
+        if not declaration.startswith("bool ") and declaration not in ("int kSharedBytes", "using Bias")
     )
+
+
+SPARING = ("bool kVector", "bool kPositiveScale")
 
 
 def weight(config: KernelConfig) -> int:
     """How many features cost registers. Aligned rows and a scale of known sign spare some."""
-    sparing = ("bool kVector", "bool kPositiveScale")
-    switches = {name: value == "true" for name, value in config.constants if name.startswith("bool ")}
-    return sum(value != (name in sparing) for name, value in switches.items())
+    return sum((value == "true") != (name in SPARING) for name, value in config.constants if value in ("true", "false"))
 
 
 def extremes(configs: list[KernelConfig]) -> dict[str, KernelConfig]:
-    """The lightest configuration of a shape, and the heaviest without and with packed sequences."""
+    """The lightest configuration of a shape and with each costly feature, the heaviest without and with packing."""
     packed = [config for config in configs if constant(config, "bool kVarlen") == "true"]
     dense = [config for config in configs if config not in packed]
-    found = {"plain": min(dense, key=weight), "dense": max(dense, key=weight)}
+    found = {"plain": min(configs, key=weight)}
+    for name in ("Bias", "Dropout"):
+        having = [config for config in configs if constant(config, f"bool k{name}") == "true"]
+        found |= {name.lower(): min(having, key=weight)} if having else {}
+    found |= {"dense": max(dense, key=weight)} if dense else {}
     return found | ({"packed": max(packed, key=weight)} if packed else {})
 
 
@@ -72,7 +84,10 @@ def shapes(arch: str) -> dict[tuple[str, ...], list[KernelConfig]]:
     for problem in tiles.reachable_problems(arch):
         sizes = (problem.head_dim, problem.head_dim_v)
         if sizes[0] == sizes[1] or sizes == LATENT or arch == "80":
-            config = dispatch.select(problem, arch)
+            try:
+                config = dispatch.select(problem, arch)
+            except UnsupportedProblem:
+                continue
             found.setdefault(shape(config), {})[config.name] = config
     return {key: list(configs.values()) for key, configs in found.items()}
 
@@ -133,6 +148,7 @@ def test_the_fast_tier_has_every_architecture_and_stays_small() -> None:
     assert len(fast) <= len(FAST) * len(tiles.ARCHS)
 
 
+@pytest.mark.slow
 def test_no_reachable_shape_was_left_out() -> None:
     """Nothing that a call can select has element types, a tile or head sizes that are never compiled."""
     compiled = {(config.arch[:-1], *shape(config)) for config in matrix()}
@@ -141,3 +157,22 @@ def test_no_reachable_shape_was_left_out() -> None:
         for key, config in reachable.items():
             if arch == "80" or len(set(head_dims(config))) == 1:
                 assert (arch[:-1], *key) in compiled, config.name
+
+
+def test_the_number_of_kernels_is_bounded() -> None:
+    for arch in ("75", "90"):
+        assert len(list(dispatch.reachable_configs(arch))) <= MAX_REACHABLE
+
+
+def test_what_no_tile_fits_is_refused_by_name() -> None:
+    """float32 of head size 512 needs 80 KB; everything else of any size has a kernel everywhere."""
+    refused = {
+        (arch, problem.dtype, max(problem.head_dim, problem.head_dim_v))
+        for arch in tiles.ARCHS
+        for problem in tiles.reachable_problems(arch)
+        if tiles.choose(problem, arch) is None
+    }
+    assert refused == {("75", "fp32", 512)}
+    problem = AttentionProblem(dtype="fp32", head_dim=500, head_dim_v=500, seqlen_q=1, vector=True)
+    with pytest.raises(UnsupportedProblem, match=r"head_dim 500 in fp32 needs more .* 64 KB .* 7\.5\..*float16"):
+        dispatch.select(problem, "75")

@@ -20,7 +20,7 @@ from sanitizer_cases import in_child
 
 from hf_flash_cupy import env, tiles
 from hf_flash_cupy.jit import module, source
-from hf_flash_cupy.params import FORWARD_PARAMS
+from hf_flash_cupy.params import ATTENTION_PARAMS
 from hf_flash_cupy.problem import KernelConfig
 
 THREADS = 64
@@ -33,7 +33,7 @@ KERNEL = """
 namespace hfc {
 // out[i] = q[i] through two shared arrays with a gap between them. window_left names the fault.
 template <typename Config>
-__device__ __forceinline__ void faulty(const ForwardParams& params) {
+__device__ __forceinline__ void faulty(const AttentionParams& params) {
   constexpr int kBytes = Config::kArrayBytes;
   const int fault = params.window_left, i = thread_id(), last = i == Config::kThreads - 1;
   const SharedPtr first = shared_base(), second = first + kBytes + kSharedGap;
@@ -78,7 +78,7 @@ def run(kernel: module.HostKernel, fault: int) -> None:
     pointers = [libc.malloc(ctypes.c_size_t(ARRAY_BYTES)) for _ in range(2)]
     q, out = (np.ctypeslib.as_array((ctypes.c_float * THREADS).from_address(pointer)) for pointer in pointers)
     q[:] = np.arange(THREADS)
-    params = np.zeros(1, FORWARD_PARAMS)
+    params = np.zeros(1, ATTENTION_PARAMS)
     params["q"]["data"], params["out"]["data"] = pointers
     params["window_left"], params["seqlen_q"], params["seqlen_k"] = fault, 4, 2**31 - 1
     shape = (ctypes.c_uint * 4)(1, 1, 1, 1)
@@ -95,12 +95,12 @@ def main(folder: str) -> None:
         kernel="faulty",
         name="faulty_host",
         include="faulty.cuh",
-        params="ForwardParams",
+        params="AttentionParams",
         arch="host",
         constants=(("int kThreads", str(THREADS)), ("int kArrayBytes", str(ARRAY_BYTES))),
         num_threads=THREADS,
         min_blocks=1,
-        shared_bytes=2 * ARRAY_BYTES + tiles._HOST_GAP,
+        shared_bytes=2 * ARRAY_BYTES + tiles.HOST_GAP,
     )
     kernel = module.get_host_kernel(config, env.sanitize())
     print(json.dumps({name: in_child(lambda fault=fault: run(kernel, fault)) for name, fault in FAULTS.items()}))  # type: ignore[misc]

@@ -13,15 +13,18 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # The watching library has come with this process; the compilers that it starts shall run without.
 os.environ.pop("LD_PRELOAD", None)
 
+sys.path.append(str(Path(__file__).parents[1] / "attention"))
+
 import torch
 from torch import Tensor
 
-from hf_flash_cupy import flash_attention, flash_attention_varlen
+from hf_flash_cupy import dropout_mask, flash_attention, flash_attention_varlen
 from hf_flash_cupy.reference import attention_reference
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -29,7 +32,14 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 def right(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """Calls the kernel; its result is checked roughly, so that a case that ran nothing cannot pass."""
+    torch.manual_seed(0)
+    philox = torch.randint(2**62, (2,), device=q.device)
+    torch.manual_seed(0)
     out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    if dropout_p := options.pop("dropout_p", 0.0):
+        shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        options["keep"] = dropout_mask.kept(philox, shape, dropout_p).to(q.device)
+        options["dropout_p"] = dropout_mask.exact_p(dropout_p)
     truth, truth_lse = attention_reference(q, k, v, **options)
     tolerance = 1e-4 if out.dtype == FP32 else 0.05
     torch.testing.assert_close(out.double(), truth, rtol=0, atol=tolerance)
@@ -68,7 +78,22 @@ def hidden(device: str, dtype: torch.dtype, head_dim: int, intervals: bool, mask
             right(q, k, v, causal=True, **options)
 
 
-def varlen(device: str, dtype: torch.dtype, head_dim: int) -> None:
+def scores(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
+    """ALiBi, bias of every extent, sinks and dropout, each tensor an allocation of exact size."""
+    for seqlen_q, seqlen_k in ((37, 70), (1, 1), (65, 33)):
+        q, k, v = tensors(device, dtype, head_dim, head_dim_v, seqlen_q, seqlen_k)
+        whole = (2, 4, seqlen_q, seqlen_k)
+        for shape in (whole, (4, seqlen_q, 1), (2, 1, 1, seqlen_k), (1, 1), ()):
+            for kind in {dtype, FP32}:
+                options = {"bias": torch.randn(shape).to(device, kind), "dropout_p": 0.3}
+                right(q, k, v, causal=True, sinks=torch.randn(4).to(device), **options)
+        for slopes in ((4,), (2, 4)):
+            right(
+                q, k, v, window_size=(9, 5), alibi_slopes=torch.rand(slopes).to(device), sinks=torch.randn(4).to(device)
+            )
+
+
+def varlen(device: str, dtype: torch.dtype, head_dim: int, modified: bool = False) -> None:
     """Packings as they should be, and offsets from nowhere."""
     low, high = -(2**31), 2**31 - 1
     q, k, v = (x[0] for x in tensors(device, dtype, head_dim, head_dim, 100, 90))
@@ -79,6 +104,9 @@ def varlen(device: str, dtype: torch.dtype, head_dim: int) -> None:
     for lists in pairs:
         offsets = [torch.tensor(x, dtype=torch.int32).to(device) for x in lists]
         for options in ({}, {"causal": True}, {"window_size": (3, 2)}):
+            if modified:
+                options["alibi_slopes"] = torch.rand(len(lists[0]) - 1, 4).to(device)
+                options |= {"sinks": torch.randn(4).to(device), "dropout_p": 0.3}
             for max_seqlen_q in (1, 100, high):
                 out = flash_attention_varlen(q, k, v, *offsets, max_seqlen_q, 0, **options)
     whole = flash_attention(q[None], k[None], v[None], window_size=(3, 2))[0]
@@ -87,12 +115,51 @@ def varlen(device: str, dtype: torch.dtype, head_dim: int) -> None:
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-3 if dtype == FP32 else 0.05)
 
 
+def gradients(
+    device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, modified: bool = False, **call: Any
+) -> None:
+    """Backward passes; what they give is compared roughly where nothing is random."""
+    for seqlen_q, seqlen_k in ((37, 70), (1, 1), (70, 37), (130, 65)):
+        given = [x.requires_grad_() for x in tensors(device, dtype, head_dim, head_dim_v, seqlen_q, seqlen_k)]
+        options: dict[str, Any] = {"causal": True}
+        if modified:
+            others = (torch.randn(4, 1, seqlen_k).to(device), torch.randn(4).to(device))
+            given += [x.requires_grad_() for x in others]
+            options |= {"bias": given[3], "sinks": given[4], "softcap": 3.0, "window_size": (40, -1)}
+            options["mask"] = (torch.rand(seqlen_q, seqlen_k) < 0.8).to(device)
+        got = torch.autograd.grad(flash_attention(*given[:3], **options, **call).sum(), given)
+        truth = torch.autograd.grad(attention_reference(*given[:3], **options)[0].sum(), given)
+        for mine, exact in zip(got, truth, strict=True):
+            torch.testing.assert_close(mine.double(), exact.double(), rtol=0.05, atol=0.2)
+        if modified:
+            flash_attention(*given[:3], dropout_p=0.3, **options, **call).sum().backward()
+
+
+def varlen_gradients(device: str, dtype: torch.dtype, head_dim: int, **call: Any) -> None:
+    """Packings as they should be, and offsets from nowhere."""
+    low, high = -(2**31), 2**31 - 1
+    q, k, v = (x[0].requires_grad_() for x in tensors(device, dtype, head_dim, head_dim, 100, 90))
+    for lists in (
+        ([0, 100], [0, 90]),
+        ([0, 0, 40, 90], [0, 20, 20, 85]),
+        ([low, high], [low, high]),
+        ([70, 30, 0], [80, 20, 0]),
+        ([0, 99], [89, 90]),
+    ):
+        offsets = [torch.tensor(x, dtype=torch.int32).to(device) for x in lists]
+        out = flash_attention_varlen(q, k, v, *offsets, 100, 90, causal=True, **call)
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "bf16-vector": lambda device: plain(device, BF16, 24, 24),
     "fp16-elements": lambda device: plain(device, FP16, 7, 7),
     "fp32-vector": lambda device: plain(device, FP32, 20, 20),
     "bf16-everything": lambda device: hidden(device, BF16, 31, intervals=True, mask=True, softcap=2.0),
     "fp32-varlen": lambda device: varlen(device, FP32, 32),
+    "bf16-scores": lambda device: scores(device, BF16, 32, 24),
+    "bf16-gradients": lambda device: gradients(device, BF16, 32, 32, modified=True),
+    "bf16-gradients-fa1": lambda device: gradients(device, BF16, 32, 32, algorithm="fa1"),
 }
 MORE_CASES: dict[str, Callable[[str], None]] = {
     "fp32-elements": lambda device: plain(device, FP32, 19, 19),
@@ -104,6 +171,18 @@ MORE_CASES: dict[str, Callable[[str], None]] = {
     "bf16-intervals": lambda device: hidden(device, BF16, 64, intervals=True, mask=False),
     "bf16-mask": lambda device: hidden(device, BF16, 128, intervals=False, mask=True, softcap=3.0),
     "bf16-varlen": lambda device: varlen(device, BF16, 64),
+    "fp32-scores": lambda device: scores(device, FP32, 17, 40),
+    "fp16-scores": lambda device: scores(device, FP16, 64, 64),
+    "bf16-varlen-scores": lambda device: varlen(device, BF16, 32, modified=True),
+    "bf16-512": lambda device: plain(device, BF16, 512, 512),
+    "fp32-gradients": lambda device: gradients(device, FP32, 31, 31, modified=True, deterministic=True),
+    "fp16-gradients-unequal": lambda device: gradients(device, FP16, 72, 24, deterministic=True),
+    "fp32-gradients-fa1": lambda device: gradients(device, FP32, 31, 31, modified=True, algorithm="fa1"),
+    "bf16-gradients-320": lambda device: gradients(device, BF16, 320, 320),
+    "bf16-varlen-gradients": lambda device: varlen_gradients(device, BF16, 64),
+    "bf16-varlen-gradients-deterministic": lambda device: varlen_gradients(device, BF16, 64, deterministic=True),
+    "bf16-varlen-gradients-fa1": lambda device: varlen_gradients(device, BF16, 64, algorithm="fa1"),
+    "fp32-chunks": lambda device: plain(device, FP32, 259, 301),
 }
 
 

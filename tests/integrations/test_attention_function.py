@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -265,9 +264,6 @@ class TestDtypes:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "s_aux": {"s_aux": torch.zeros(4)},
-    "sinks": {"sinks": torch.zeros(4)},
-    "position_bias": {"position_bias": torch.randn(1, 4, 9, 9)},
     "indices": {"indices": torch.zeros(2, 9, 4, dtype=torch.long)},
     "block_indices": {"block_indices": torch.zeros(2, 9, 4, dtype=torch.long)},
     "block_table": {"block_table": torch.zeros(1, 2, 4, dtype=torch.int32)},
@@ -281,17 +277,76 @@ class TestRefusals:
             attention_forward(CAUSAL, *qkv(), None, scaling=None, **REFUSED[name])
         assert 'attn_implementation="sdpa"' in str(error.value)
 
-    def test_a_float_mask_that_weighs(self) -> None:
-        with pytest.raises(UnsupportedProblem, match="attention_mask"):
-            attention_forward(ENCODER, *qkv(), torch.randn(2, 4, 9, 9), scaling=None)
 
-    def test_dropout_in_training_only(self) -> None:
-        training = SimpleNamespace(training=True, is_causal=True)
-        with pytest.raises(UnsupportedProblem, match=re.escape("dropout=0.1")):
-            attention_forward(training, *qkv(), None, scaling=None, dropout=0.1)
-        check(qkv(), dropout=0.1, expected={"causal": True})
+class TestModifications:
+    """What models pass beside a mask, and its gradients."""
 
-    def test_gradients(self) -> None:
-        q, k, v = qkv()
-        with pytest.raises(UnsupportedProblem, match="attn_implementation"):
-            attention_forward(CAUSAL, q.requires_grad_(), k, v, None, scaling=None)
+    @pytest.mark.parametrize("name", ["s_aux", "sinks"])
+    def test_sinks(self, name: str) -> None:
+        sinks = torch.linspace(-1, 2, 4)
+        check(qkv(), expected={"causal": True, "sinks": sinks}, **{name: sinks})
+
+    @pytest.mark.parametrize("shape", [(1, 4, 9, 9), (2, 4, 9, 9), (1, 4, 1, 9)], ids=str)
+    def test_position_bias(self, shape: tuple[int, ...]) -> None:
+        bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+        check(qkv(), mask, ENCODER, {"bias": bias, "mask": mask}, position_bias=bias)
+        check(qkv(), None, CAUSAL, {"bias": bias, "causal": True}, position_bias=bias)
+
+    def test_position_bias_and_float_mask_add_up(self) -> None:
+        bias, mask = torch.randn(2, 1, 4, 9, 9, generator=torch.Generator().manual_seed(1)).unbind(0)
+        check(qkv(), mask, ENCODER, {"bias": bias + mask}, position_bias=bias)
+
+    def test_a_float_mask_that_weighs_and_hides(self) -> None:
+        mask = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(1))
+        mask[:, :, 3:5, 2] = torch.finfo(mask.dtype).min
+        mask[1, :, 6] = torch.finfo(mask.dtype).min
+        hidden = mask.masked_fill(mask < -1e30, -torch.inf)
+        check(qkv(), mask, ENCODER, {"bias": hidden})
+
+    def test_bias_within_sequences(self) -> None:
+        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+        own = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool()
+        bias = torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(1))
+        check(qkv(batch=1), None, ENCODER, {"bias": bias, "mask": own}, position_bias=bias, cu_seq_lens_q=offsets)
+
+    def test_sinks_and_softcap_within_sequences(self) -> None:
+        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+        own = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool()
+        sinks = torch.linspace(-1, 2, 4)
+        expected = {"mask": own, "sinks": sinks, "softcap": 2.0}
+        check(qkv(batch=1), None, ENCODER, expected, s_aux=sinks, softcap=2.0, cu_seq_lens_q=offsets)
+
+    @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+    def test_gradients(self, algorithm: str) -> None:
+        tensors = {name: x.requires_grad_() for name, x in zip("qkv", qkv(), strict=True)}
+        tensors["sinks"] = torch.linspace(-1, 2, 4).requires_grad_()
+        tensors["bias"] = torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        q, k, v, sinks, bias = tensors.values()
+        out, _ = attention_forward(
+            CAUSAL, q, k, v, None, scaling=None, s_aux=sinks, position_bias=bias, algorithm=algorithm
+        )
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        truth, _ = attention_reference(*turned, sinks=sinks, bias=bias, causal=True)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        got = torch.autograd.grad((out * weights).sum(), list(tensors.values()))
+        expected = torch.autograd.grad((truth * weights).sum(), list(tensors.values()))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("mode", ["kernels", "sdpa"])
+    @pytest.mark.parametrize("softcap", [None, 5.0])
+    def test_r02_dropout_follows_the_module(
+        self, mode: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HF_FLASH_CUPY_CPU", mode)
+        module = SimpleNamespace(training=False, is_causal=True)
+
+        def run() -> Tensor:
+            return attention_forward(module, *qkv(), None, scaling=None, dropout=0.3, softcap=softcap)[0]
+
+        for _ in range(2):
+            module.training = False
+            assert torch.equal(run(), run())
+            module.training = True
+            assert not torch.equal(run(), run())

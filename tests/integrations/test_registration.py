@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hf_flash_cupy import UnsupportedProblem
 from hf_flash_cupy.integrations.routing import routes_attention
 from hf_flash_cupy.integrations.transformers import attention_forward, record_layers, register
+from hf_flash_cupy.launch import record_launches
 
 from .tiny import CONFIGS, assert_same, build, implementation, logits, padding, tokens
 
@@ -49,8 +49,16 @@ class TestSetting:
 
     def test_registering_twice_is_harmless(self) -> None:
         register()
-        assert "cupy_fa2" in AttentionInterface().valid_keys()
-        assert "cupy_fa2" in AttentionMaskInterface().valid_keys()
+        for name in ("cupy_fa1", "cupy_fa2"):
+            assert name in AttentionInterface().valid_keys()
+            assert name in AttentionMaskInterface().valid_keys()
+
+    def test_each_name_runs_its_algorithm(self) -> None:
+        model = build("llama")
+        for name in ("cupy_fa1", "cupy_fa2"):
+            with implementation(model, name), torch.no_grad(), record_launches() as launches:
+                model(input_ids=IDS)
+            assert {launch.kernel for launch in launches} == {f"{name.removeprefix('cupy_')}_forward"}
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # query rows for 9 keys, arguments
@@ -154,20 +162,27 @@ class TestOnTheCpu:
         assert_same(gradients[1], gradients[0])
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(("name", "keyword"), [("gpt_oss", "s_aux"), ("t5", "position_bias")])
-    def test_the_kernels_refuse_by_name(self, name: str, keyword: str) -> None:
-        inputs = {"decoder_input_ids": IDS} if name == "t5" else {}
-        with torch.no_grad(), pytest.raises(UnsupportedProblem, match=keyword):
-            build(name, "cupy_fa2")(input_ids=IDS, **inputs)
-
-    def test_training_on_the_kernels(self) -> None:
-        model = build("llama")
-        with (
-            implementation(model, "cupy_fa2"),
-            pytest.raises(UnsupportedProblem, match="attn_implementation"),
-        ):
-            model(input_ids=IDS)
+class TestTraining:
+    @pytest.mark.parametrize("algorithm", ["cupy_fa1", "cupy_fa2"])
+    @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2", "t5"])
+    def test_gradients_equal_eager(self, name: str, algorithm: str) -> None:
+        """M01 on the kernels: softcap, sinks and position biases have theirs."""
+        mask = padding(2, 9, "right")
+        inputs: dict[str, Any] = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, -100)}
+        found = []
+        for implementation_name in ("eager", algorithm):
+            model = build(name, implementation_name)
+            model.zero_grad()
+            with record_layers() as layers:
+                model(**inputs).loss.backward()
+            found.append({key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None})
+            model.zero_grad()
+        assert all(record.backend == "host" for record in layers.values())
+        assert found[0].keys() == found[1].keys()
+        for key, gradient in found[0].items():
+            torch.testing.assert_close(
+                found[1][key], gradient, rtol=1e-3, atol=1e-5 + 1e-4 * float(gradient.abs().max())
+            )
 
 
 class TestRecording:

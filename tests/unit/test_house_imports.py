@@ -18,12 +18,17 @@ SOURCES = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix 
 LAYERS = (
     {"env", "errors"},
     {"problem"},
-    {"tiles", "checks"},
-    {"jit", "dispatch", "params", "dlpack", "host", "reference"},
+    {"tiles", "checks", "cards"},
+    {"jit", "dispatch", "params", "dlpack", "host", "reference", "dropout_mask"},
     {"launch"},
+    {"plans"},
+    {"call", "fa1", "fa2_backward"},
+    {"execute"},
+    {"custom_ops"},
     {"ops"},
     {"functional", "explanation"},
-    {"integrations", "evaluation", "diagnoses", "doctor", "warm", "cli", "__main__"},
+    {"flash_attn_interface"},
+    {"integrations", "evaluation", "bench", "anatomy", "diagnoses", "doctor", "warm", "cli", "__main__"},
     {"__init__"},
 )
 CUPY_USERS = {"jit", "launch"}

@@ -21,6 +21,8 @@ __device__ __forceinline__ float bits_float(uint32 bits) {
 
 __device__ __forceinline__ float max_float(float a, float b) { return a >= b || b != b ? a : b; }
 
+__device__ __forceinline__ float abs_float(float x) { return x < 0.0f ? -x : x; }
+
 __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 inline float natural_log(float x) { return std::log(x); }

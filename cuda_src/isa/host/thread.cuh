@@ -27,6 +27,8 @@ __device__ __forceinline__ int warp_id() { return thread_id() / kWarpSize; }
 __device__ __forceinline__ int64 block_id() { return host::Block::current->block(); }
 
 __device__ __forceinline__ int64 in_place(int64 value) { return value; }
+__device__ __forceinline__ int in_place(int value) { return value; }
+__device__ __forceinline__ SharedPtr in_place(SharedPtr address) { return address; }
 
 inline void sync_threads() { host::Block::current->sync(); }
 inline void sync_warp() {
@@ -57,6 +59,12 @@ inline void quad_max(float (&values)[kCount]) {
 template <int kCount>
 inline void quad_sum(float (&values)[kCount]) {
   exchange<3>(values, [](float a, float b) { return a + b; });
+}
+template <int kLanes>
+inline float group_sum(float value) {
+  float values[1] = {value};
+  exchange<kLanes - 1>(values, [](float a, float b) { return a + b; });
+  return values[0];
 }
 inline uint32 column_or(uint32 bits) {
   uint32 values[1] = {bits};

@@ -12,6 +12,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
   return y;
 }
 __device__ __forceinline__ float max_float(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ float abs_float(float x) { return fabsf(x); }
 __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 
 __device__ __forceinline__ uint32 float_bits(float x) { return __float_as_uint(x); }
@@ -30,6 +31,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+template <typename Element>
+__device__ __forceinline__ float to_float(uint16 bits) {
+  if constexpr (is_same<Element, bf16>::value) return bits_float(uint32(bits) << 16);
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
 }
 
 // Two floats to one register, `low` in the lower half.

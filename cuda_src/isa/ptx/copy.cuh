@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "convert.cuh"
 #include "thread.cuh"
 
 namespace hfc {
@@ -24,6 +25,9 @@ __device__ __forceinline__ void store_global_chunk(void* target, Chunk c) {
                "r"(c.words[3])
                : "memory");
 }
+__device__ __forceinline__ void store_global_pair(float* target, float x, float y) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(x), "f"(y) : "memory");
+}
 
 // 16 bytes; zeros where not `valid` (then `source` is not read).
 __device__ __forceinline__ void copy_async(SharedPtr target, const void* source, bool valid) {
@@ -32,6 +36,14 @@ __device__ __forceinline__ void copy_async(SharedPtr target, const void* source,
                : "memory");
 #else
   store_shared(target, valid ? load_global_chunk(source) : Chunk{});
+#endif
+}
+// 4 bytes; zero where not `valid`.
+__device__ __forceinline__ void copy_async_word(SharedPtr target, const float* source, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(valid ? 4 : 0) : "memory");
+#else
+  store_shared(target, valid ? float_bits(*source) : 0u);
 #endif
 }
 __device__ __forceinline__ void copy_async_commit() {

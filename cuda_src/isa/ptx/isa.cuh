@@ -6,4 +6,5 @@
 #include "copy.cuh"
 #include "ldmatrix.cuh"
 #include "mma.cuh"
+#include "reduce.cuh"
 #include "thread.cuh"

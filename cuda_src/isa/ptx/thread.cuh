@@ -26,6 +26,14 @@ __device__ __forceinline__ int64 in_place(int64 value) {
   asm volatile("" : "+l"(value));
   return value;
 }
+__device__ __forceinline__ int in_place(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ SharedPtr in_place(SharedPtr address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
 
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
@@ -48,6 +56,14 @@ __device__ __forceinline__ void quad_sum(float (&values)[kCount]) {
     values[i] += __shfl_xor_sync(~0u, values[i], 1);
     values[i] += __shfl_xor_sync(~0u, values[i], 2);
   }
+}
+
+// Sum over groups of kLanes neighbouring lanes.
+template <int kLanes>
+__device__ __forceinline__ float group_sum(float value) {
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
 }
 
 // OR over the eight lanes that hold the same columns of an accumulator.

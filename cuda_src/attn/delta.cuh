@@ -1,0 +1,29 @@
+// delta of the backward pass: for each row the sum of dout * out, which is that of the probabilities times their gradients.
+#pragma once
+
+#include "common/types.cuh"
+#include "isa.cuh"
+#include "tile/copy.cuh"
+
+namespace hfc {
+
+// The dot product of one row of dout and out, summed by kLanes neighbouring lanes.
+template <bool kVector, int kLanes, typename Element>
+__device__ __forceinline__ float row_product(const Element* dout, const Element* out, int columns) {
+  constexpr int kPerChunk = 16 / sizeof(Element);
+  float sum = 0.0f;
+  for (int column = lane_id() % kLanes * kPerChunk; column < columns; column += kLanes * kPerChunk) {
+    Chunk a, b;
+    if constexpr (kVector) {
+      a = load_global_chunk(dout + column);
+      b = load_global_chunk(out + column);
+    } else {
+      a = load_elements(dout + column, columns - column);
+      b = load_elements(out + column, columns - column);
+    }
+    sum += chunk_product<Element>(a, b);
+  }
+  return group_sum<kLanes>(sum);
+}
+
+}  // namespace hfc

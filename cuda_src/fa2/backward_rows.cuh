@@ -1,0 +1,64 @@
+// What the backward pass does row by row before and after its main kernel: delta, and dq from its fp32 sums.
+#pragma once
+
+#include "attn/delta.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/tile_scheduler.cuh"
+#include "common/params.cuh"
+#include "fa2/dq_accum.cuh"
+#include "tile/copy.cuh"
+#include "tile/gemm.cuh"
+#include "tile/shared_tile.cuh"
+
+namespace hfc {
+
+// Algorithm 2, line 4: delta = rowsum(dout * out), less the gradient that lse itself has; and dq's sums start at 0.
+template <typename Config>
+__device__ __forceinline__ void fa2_backward_prepare(const AttentionParams& params) {
+  using Element = typename Config::Element;
+  constexpr int kLanes = 8, kRowsPerPass = Config::kNumWarps * kWarpSize / kLanes;
+  const WorkTile work = row_work_tile<Config>(params);
+  if (work.m_block < 0) return;
+  const SeqlenInfo seqlen(params, work.entry);
+  if constexpr (Config::kAccumulateDq)
+    for (int chunk = 0; chunk < Config::kChunks; ++chunk)
+      DqTile<Config>(params, seqlen, work.m_block, work.head, work.entry, chunk).clear();
+  const int first_row = work.m_block * Config::kBlockM;
+  const int64 first = seqlen.first_q + first_row;
+  const Element* dout = seqlen.template rows<Element>(params.dout, first, work.head);
+  const Element* out = seqlen.template rows<Element>(params.out, first, work.head);
+  const int64 statistics = seqlen.batch * params.lse_batch_stride + work.head * params.lse_head_stride + first;
+#pragma unroll 2
+  for (int pass = 0; pass < Config::kBlockM; pass += kRowsPerPass) {
+    const int row = pass + thread_id() / kLanes;
+    const bool exists = row < Config::kBlockM && first_row + row < seqlen.seqlen_q;
+    const float sum = row_product<Config::kVector, kLanes>(dout + row * params.dout.row_stride, out + row * params.out.row_stride,
+                                                           exists ? params.head_dim_v : 0);
+    if (exists && lane_id() % kLanes == 0)
+      params.delta[statistics + row] = sum - (params.dlse == nullptr ? 0.0f : params.dlse[statistics + row]);
+  }
+}
+
+// dq in the element type from its sums.
+template <typename Config>
+__device__ __forceinline__ void fa2_backward_finish(const AttentionParams& params) {
+  using Element = typename Config::Element;
+  using Dq = DqTile<Config>;
+  const WorkTile work = row_work_tile<Config>(params);
+  if (work.m_block < 0) return;
+  const SeqlenInfo seqlen(params, work.entry);
+  const SharedTile<Element, Config::kBlockM, Config::kHeadDim> tile{shared_base()};
+  static_assert(tile.kBytes == Config::kSharedBytes, "fa2_backward.py and this plan disagree");
+  for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
+    float dq[Dq::kM][Dq::kN][4];
+    Dq(params, seqlen, work.m_block, work.head, work.entry, chunk).load(dq);
+    store_accumulator<Dq::kColumnWarps>(tile, Dq::first_row(), dq, chunk * Dq::kWidth + Dq::first_column());
+  }
+  sync_threads();
+  const int first_row = work.m_block * Config::kBlockM;
+  store_tile<Config::kVector, Dq::kThreads>(tile, seqlen.template rows<Element>(params.dq, seqlen.first_q + first_row, work.head),
+                                            params.dq.row_stride, min(Config::kBlockM, seqlen.seqlen_q - first_row),
+                                            params.head_dim);
+}
+
+}  // namespace hfc

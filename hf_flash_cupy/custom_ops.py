@@ -1,0 +1,137 @@
+"""``torch.ops.hf_flash_cupy.forward`` and ``backward``: attention for torch.compile, torch.export, torch.func, modes.
+
+There a call is a node of a graph: everything it depends on is an argument, and shapes are known without running it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import execute
+from .call import Call, Options, uses_tf32
+from .errors import UnsupportedProblem
+
+_EXTRAS = ("mask", "key_intervals", "bias", "alibi_slopes", "sinks", "philox", "cu_seqlens_q", "cu_seqlens_k")
+_INPUTS = ("q", "k", "v", *_EXTRAS)
+_BIAS, _SINKS = _INPUTS.index("bias"), _INPUTS.index("sinks")
+
+_TENSORS = "Tensor q, Tensor k, Tensor v, " + ", ".join(f"Tensor? {name}" for name in _EXTRAS)
+_OPTIONS = (
+    "bool causal, SymInt window_left, SymInt window_right, float? softmax_scale, float softcap, float dropout_p, "
+    "str algorithm, SymInt max_seqlen_q, bool deterministic"
+)
+
+
+def attention(call: Call, deterministic: bool) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` by the custom operator; q, k and v have one batch."""
+    q, k, v, extras, options = call
+    function: Callable[..., Any] = _Attention.apply if in_functorch() else torch.ops.hf_flash_cupy.forward
+    result: tuple[Tensor, Tensor] = function(
+        *(q, k, v, *(extras.get(name) for name in _EXTRAS)),
+        *(options.causal, *options.window_size, options.softmax_scale, options.softcap, options.dropout_p),
+        *(options.algorithm, options.max_seqlen_q, deterministic),
+    )
+    return result
+
+
+def _call(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
+    q, k, v, *others = inputs
+    causal, left, right, scale, softcap, dropout_p, algorithm, max_seqlen_q, _ = options
+    extras = {name: x for name, x in zip(_EXTRAS, others, strict=True) if x is not None}
+    asked = Options(causal, (left, right), scale, softcap, dropout_p, algorithm, uses_tf32(q), max_seqlen_q)
+    return Call(q, k, v, extras, asked)
+
+
+@torch.library.custom_op(
+    "hf_flash_cupy::forward", mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = _call(arguments[: len(_INPUTS)], arguments[len(_INPUTS) :])
+    out, lse = execute.forward(call, need_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+@_forward.register_fake
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    *batch, rows, heads, _head_dim = q.shape
+    return q.new_empty((*batch, rows, heads, v.shape[-1])), q.new_empty((*batch, heads, rows), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "hf_flash_cupy::backward",
+    mutates_args=(),
+    schema=f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_TENSORS}, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    """By q, k, v, bias and sinks; empty where nobody asked."""
+    options = arguments[len(_INPUTS) :]
+    call = _call(arguments[: len(_INPUTS)], options)
+    found = execute.backward(call, out, lse, dout, dlse, needs=needs, deterministic=options[-1])
+    return tuple(call.q.new_empty(0) if x is None else x for x in found)
+
+
+@_backward.register_fake
+def _backward_fake(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    sources = (*arguments[:3], arguments[_BIAS], arguments[_SINKS])
+    return tuple(x.new_empty(x.shape) if needed else out.new_empty(0) for x, needed in zip(sources, needs, strict=True))
+
+
+def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[: len(_INPUTS)], *output)
+    ctx.options = inputs[len(_INPUTS) :]
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    sources = (0, 1, 2, _BIAS, _SINKS)
+    needs = [ctx.needs_input_grad[i] for i in sources]
+    function: Callable[..., Any] = _Backward.apply if in_functorch() else torch.ops.hf_flash_cupy.backward
+    found = function(dout, dlse, out, lse, needs, *inputs, *ctx.options)
+    gradients: list[Tensor | None] = [None] * (len(inputs) + len(ctx.options))
+    for i, needed, x in zip(sources, needs, found, strict=True):
+        gradients[i] = x if needed else None
+    return tuple(gradients)
+
+
+def refuse_second_derivative(ctx: Any, *_: Any) -> None:
+    """The backward's own backward."""
+    raise UnsupportedProblem(
+        "A second derivative of attention was asked for (create_graph=True): the kernels have the first only. "
+        'Use attn_implementation="eager", or torch\'s math backend, for a loss that contains gradients.'
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_forward)
+_backward.register_autograd(refuse_second_derivative)
+
+
+def in_functorch() -> bool:
+    """Whether torch.func transforms the call; compilers see through those."""
+    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+
+
+class _Attention(torch.autograd.Function):
+    """The operator under torch.func, whose transformations the operator's own differentiation does not take part in."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(torch.ops.hf_flash_cupy.forward)
+    setup_context = staticmethod(_setup_forward)
+    backward = staticmethod(_differentiate)
+
+
+class _Backward(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward = staticmethod(torch.ops.hf_flash_cupy.backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(refuse_second_derivative)

@@ -1,0 +1,194 @@
+"""Described calls → tensors: allocates outputs, gradients and workspaces with torch and runs this thread's plans."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import fa1, fa2_backward, plans
+from .call import Call, describe, is_vector, plan_key
+from .plans import Plan
+
+_MAX_PLANS = 4096
+_local = threading.local()
+
+
+class Prepared(NamedTuple):
+    """All that the forward calls of one key share."""
+
+    plan: Plan | None  # None: no rows or no keys
+    workspaces: dict[str, int]  # float32 elements of each, by their names in the plan's call
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+
+class PreparedBackward(NamedTuple):
+    """All that the backward calls of one key share."""
+
+    plan: Plan
+    bias_plan: Plan | None
+    dq_accum_size: int
+
+
+class Gradients(NamedTuple):
+    """By q, k, v, bias and sinks, each of its tensor's shape; None where nobody asked."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dbias: Tensor | None  # in bias's dtype, of its shape before broadcasting
+    dsinks: Tensor | None
+
+
+def _prepared(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What this thread made for ``key``: a plan owns the buffer its parameters travel in, so threads share none."""
+    try:
+        known: dict[Hashable, Any] = _local.prepared
+    except AttributeError:
+        known = _local.prepared = {}
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _MAX_PLANS:
+            known.clear()
+        found = known[key] = make()
+    return found
+
+
+def _prepare(call: Call) -> Prepared:
+    """Checks the call and builds its kernels."""
+    problem, geometry = describe(call)
+    batch, rows, heads = geometry.batch, geometry.seqlen_q, geometry.num_heads
+    leading = () if problem.varlen else (batch,)
+    has_work = batch * rows * heads > 0 and (geometry.seqlen_k > 0 or problem.varlen)
+    is_fa1 = problem.algorithm == "fa1"
+    make_plan = fa1.fa1_forward_plan if is_fa1 else plans.forward_plan
+    return Prepared(
+        plan=make_plan(problem, geometry, call.q.device) if has_work else None,
+        workspaces=fa1.forward_workspace(problem, geometry) if is_fa1 else {},
+        out_shape=(*leading, rows, heads, geometry.head_dim_v),
+        lse_shape=(*leading, heads, rows),
+    )
+
+
+def forward(call: Call, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """``out`` and ``lse``. The device of the tensors becomes current for the call only."""
+    q, k, v, extras, _ = call
+    if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
+        with torch.cuda.device(q.device):
+            return forward(call, need_lse)
+    prepared: Prepared = _prepared(plan_key(call), lambda: _prepare(call))
+    plan, workspaces, out_shape, lse_shape = prepared
+    out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if need_lse else None
+    if plan is None or len(out_shape) == 3:
+        # Without keys there is no launch; and packed offsets may leave out rows, which then no entry owns.
+        out.zero_()
+        if lse is not None:
+            lse.copy_(extras["sinks"][:, None]) if plan is None and "sinks" in extras else lse.fill_(-torch.inf)
+    if plan is not None:
+        if workspaces:
+            extras = extras | {name: _workspace(size, q.device) for name, size in workspaces.items()}
+        plan(q=q, k=k, v=v, out=out, lse=lse, **extras)
+    return out, lse
+
+
+def _workspace(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device=device)
+
+
+def _prepare_backward(call: Call, out: Tensor, dout: Tensor, deterministic: bool) -> PreparedBackward:
+    problem, geometry = describe(call)
+    problem = replace(problem, vector=problem.vector and is_vector(out, dout), deterministic=deterministic)
+    batch, row, head = dout.stride()[:3] if dout.dim() == 4 else (0, *dout.stride()[:2])
+    geometry = replace(geometry, dout_strides=(batch, row, head))
+    device = call.q.device
+    if problem.algorithm == "fa1":
+        plan = fa1.fa1_backward_plan(problem, geometry, device)
+        dq_accum_size = fa1.backward_workspace(problem, geometry)["dq_accum"]
+    else:
+        plan = fa2_backward.backward_plan(problem, geometry, device)
+        dq_accum_size = fa2_backward.dq_accum_size(problem, geometry, device)
+    bias_plan = fa2_backward.bias_backward_plan(problem, geometry, device) if problem.bias != "none" else None
+    return PreparedBackward(plan, bias_plan, dq_accum_size)
+
+
+def backward(
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    *,
+    needs: Sequence[bool],
+    deterministic: bool,
+) -> Gradients:
+    """The gradients of a forward call whose q, k and v have one batch. ``needs``: those of ``Gradients`` asked for.
+
+    Those by q, k and v come together, whichever of them is asked for.
+    """
+    q, k, v, extras, _ = call
+    if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
+        with torch.cuda.device(q.device):
+            return backward(call, out, lse, dout, dlse, needs=needs, deterministic=deterministic)
+    if dout is None:
+        dout = out.new_zeros(out.shape[-1]).expand(out.shape)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    entries = extras["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in extras else q.shape[0]
+    has_work = entries > 0 and q.numel() > 0 and k.numel() > 0
+    # Packed offsets may leave out rows, which then no entry owns.
+    new = torch.empty if has_work and q.dim() == 4 else torch.zeros
+    dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    bias, sinks = extras.get("bias"), extras.get("sinks")
+    dbias = None
+    if bias is not None and needs[3]:
+        new = torch.empty if has_work else torch.zeros
+        dbias = new(bias.shape, dtype=torch.float32, device=q.device)
+    if has_work and any(needs[:4]):
+        delta = _run_backward(call, out, lse, dout, dlse, (dq, dk, dv), dbias, deterministic)
+    else:
+        delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2) - (0 if dlse is None else dlse)
+    return Gradients(
+        dq if needs[0] else None,
+        dk if needs[1] else None,
+        dv if needs[2] else None,
+        None if dbias is None or bias is None else dbias.to(bias.dtype),
+        _sinks_gradient(sinks, lse, delta) if needs[4] and sinks is not None else None,
+    )
+
+
+def _run_backward(
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    dbias: Tensor | None,
+    deterministic: bool,
+) -> Tensor:
+    """Fills dq, dk, dv and ``dbias``; returns delta, of lse's shape."""
+    alignment = (out.data_ptr() | dout.data_ptr()) % 16
+    key = (plan_key(call), dout.stride(), alignment, deterministic)
+    prepared: PreparedBackward = _prepared(key, lambda: _prepare_backward(call, out, dout, deterministic))
+    q, k, v, extras, _ = call
+    dq, dk, dv = gradients
+    delta = torch.empty_like(lse)
+    dq_accum = _workspace(prepared.dq_accum_size, q.device)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "delta": delta, **extras}
+    prepared.plan(**tensors, dq_accum=dq_accum, dq=dq, dk=dk, dv=dv)
+    if dbias is not None and prepared.bias_plan is not None:
+        prepared.bias_plan(**tensors, dbias=dbias)
+    return delta
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """−Σ over rows of P_sink · delta, (num_heads,); ``lse`` and ``delta`` are (…, num_heads, rows)."""
+    terms = torch.exp(sinks[:, None] - lse) * delta
+    terms = torch.where(lse == -torch.inf, 0, terms)  # rows of no entry, and heads whose sink is −inf
+    return -terms.sum((0, 2) if terms.dim() == 3 else 1)
