@@ -38,6 +38,18 @@ def demo(ctx: typer.Context) -> None:
     _forward(ctx, "hf_flash_cupy.evaluation.command", "demo")
 
 
+@app.command(context_settings=_FORWARDED)
+def bench(ctx: typer.Context) -> None:
+    """Times attention forward and backward, ours and every peer that is there, interleaved."""
+    _forward(ctx, "hf_flash_cupy.bench.command", "bench")
+
+
+@app.command(context_settings=_FORWARDED)
+def explain(ctx: typer.Context) -> None:
+    """Shows what FlashAttention-1, -2 and standard attention do for a shape: grid, tiles, work, traffic, time."""
+    _forward(ctx, "hf_flash_cupy.anatomy.command", "explain")
+
+
 @app.command()
 def doctor() -> None:
     """What this machine has, one kernel launched and compared, and the command that mends each fault."""

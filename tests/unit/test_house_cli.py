@@ -34,7 +34,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_help_names_every_command() -> None:
     answer = runner.invoke(cli.app, ["--help"])
     assert answer.exit_code == 0
-    for command in ("ppl", "demo", "doctor", "cache"):
+    for command in ("ppl", "bench", "explain", "demo", "doctor", "cache"):
         assert command in answer.output
 
 
@@ -110,7 +110,7 @@ def test_demo_has_sub_commands(evaluation: list[object]) -> None:
     ("error", "code"),
     [
         (MissingDependency("No C++ compiler.", "apt-get install g++"), cli.MISSING),
-        (UnsupportedProblem("head_dim 300: supported are 1 to 256."), cli.WRONG_USE),
+        (UnsupportedProblem("head_dim 600: supported are 1 to 512."), cli.WRONG_USE),
         (CompilationError("kernel.cu(3): error"), cli.FAILED),
     ],
 )

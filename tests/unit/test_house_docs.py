@@ -49,11 +49,14 @@ def commands(path: Path) -> list[str]:
 
 def resolve(words: list[str]) -> Any:
     """The command that ``words`` reach, its group's sub-commands and forwarded ones included."""
+    from hf_flash_cupy.anatomy.command import explain
+    from hf_flash_cupy.bench.command import bench
     from hf_flash_cupy.evaluation import command as evaluation
 
-    ppl = typer.Typer()
-    ppl.command()(evaluation.ppl)
-    forwarded = {"ppl": ppl, "demo": evaluation.demo}
+    forwarded = {"demo": evaluation.demo}
+    for name, function in (("ppl", evaluation.ppl), ("bench", bench), ("explain", explain)):
+        forwarded[name] = typer.Typer()
+        forwarded[name].command()(function)
     found = typer.main.get_command(forwarded.get(words[0], cli.app))
     for word in words[1:] if words[0] in forwarded else words:
         if not hasattr(found, "commands") or word.startswith("-"):

@@ -1,0 +1,183 @@
+"""The command ``bench``: options in, tables, record, Markdown and drawings out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from hf_flash_cupy.bench import peers, plots, report
+from hf_flash_cupy.bench import record as records
+from hf_flash_cupy.bench.calls import call_costs
+from hf_flash_cupy.bench.measure import Measurement, Row, release, why
+from hf_flash_cupy.bench.race import whole_rounds
+from hf_flash_cupy.bench.shapes import DIRECTIONS, DTYPES, PRESETS, Shape, papers_shapes, with_heads_k
+from hf_flash_cupy.errors import MissingDependency
+
+_LEAST_ROUND_MS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A run, fully decided."""
+
+    shapes: tuple[Shape, ...]
+    directions: tuple[str, ...]
+    names: tuple[str, ...]
+    rounds: int
+    round_ms: float
+    seconds: float  # 0: as long as it takes
+    device: str
+
+    def affordable_ms(self) -> float:
+        """What a round may take so that every row fits half the budget; warming and compiling take the rest."""
+        if not self.seconds:
+            return self.round_ms
+        participants = len(self.names) + 1
+        rows = len(self.shapes) * len(self.directions)
+        share = self.seconds / 2 / (rows * participants * whole_rounds(self.rounds, participants)) * 1e3
+        return max(min(self.round_ms, share), _LEAST_ROUND_MS)
+
+
+def bench(
+    preset: Annotated[str, typer.Option(help="; ".join(f"{k}: {v.about}" for k, v in PRESETS.items()))] = "cells",
+    dims: Annotated[str, typer.Option(help="head sizes, in place of the preset's shapes")] = "",
+    lengths: Annotated[str, typer.Option(help="sequence lengths, in place of the preset's shapes")] = "",
+    causal: Annotated[str, typer.Option(help="no, yes or both, with --dims or --lengths")] = "both",
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of a batch, with --dims or --lengths")] = 16384,
+    hidden: Annotated[int, typer.Option(min=1, help="heads × head size, with --dims or --lengths")] = 2048,
+    kv_heads: Annotated[int, typer.Option(help="heads of k and v, 0 = those of the shape")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}, with --dims or --lengths")] = "bfloat16",
+    directions: Annotated[str, typer.Option(help=f"of {', '.join(DIRECTIONS)}; default: the preset's")] = "",
+    peers_: Annotated[
+        str, typer.Option("--peers", help=f"of {', '.join(peers.IMPLEMENTATIONS)}; default: the preset's or all")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="made whole so that all orders come equally often")] = 6,
+    round_ms: Annotated[float, typer.Option(min=1.0, help="milliseconds of one implementation in one round")] = 40.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="time budget: shorter rounds, then fewer rows; 0 = none")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON record, written after every row")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="tables as Markdown")] = None,
+    plot: Annotated[Path | None, typer.Option(help="folder for drawings; needs the plots extra")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="a tiny shape on the CPU, to see that this works")] = False,
+) -> None:
+    """Measures attention forward, backward and both, ours and every peer that is there, interleaved."""
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"--preset {preset}: supported are {', '.join(PRESETS)}")
+    if plot is not None:
+        plots.pyplot()  # missing matplotlib shows now, not after the measurements
+    device = "cpu" if smoke else "cuda"
+    if not smoke and not torch.cuda.is_available():
+        raise MissingDependency(
+            "No CUDA device is usable here, and times of CPU kernels say nothing.",
+            "run on a GPU machine (hf-flash-cupy doctor names what is wrong), or see that it works with --smoke",
+        )
+    chosen = PRESETS["smoke" if smoke else preset]
+    shapes = list(chosen.shapes)
+    if dims or lengths:
+        shapes = _shapes(dims or "64,128", lengths or "1024,4096,16384", causal, tokens, hidden, dtype)
+    try:
+        shapes = with_heads_k(shapes, kv_heads) if kv_heads else shapes
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    names = _chosen("--peers", peers_, chosen.implementations or tuple(peers.IMPLEMENTATIONS), peers.IMPLEMENTATIONS)
+    if "cupy_fa2" not in names:
+        names = ("cupy_fa2", *names)
+    settings = Settings(
+        shapes=tuple(shapes),
+        directions=_chosen("--directions", directions, chosen.directions, DIRECTIONS),
+        names=names,
+        rounds=1 if smoke else rounds,
+        round_ms=1.0 if smoke else round_ms,
+        seconds=seconds,
+        device=device,
+    )
+    console = Console(width=None if Console().is_terminal else 180)
+    record = run(settings, out, Console(stderr=True))
+    for grid in report.grids(record):
+        console.print(grid.rich())
+    if record.call_microseconds:
+        console.print("CPU time of one call, µs:", {k: round(v, 1) for k, v in record.call_microseconds.items()})
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(report.markdown(record))
+    if plot is not None:
+        plots.draw(record, plot)
+
+
+def run(settings: Settings, out: Path | None, console: Console) -> records.Record:
+    """Every row that the budget allows; ``out`` holds what there is after each, so that a crash loses one row."""
+    record = records.Record(records.environment(settings.device), smoke=settings.device == "cpu")
+    deadline = time.monotonic() + settings.seconds if settings.seconds else None
+    with console.status("") as status:
+
+        def keep(row: Row) -> None:
+            record.rows.append(row)
+            if out is not None:
+                record.write(out)
+
+        for shape in settings.shapes:
+            missed = settings.directions
+            if deadline is None or time.monotonic() < deadline:
+                missed = _measure_shape(shape, settings, deadline, keep, status.update)
+            record.not_run += [f"{shape.label} {direction}" for direction in missed]
+    if settings.device != "cpu":
+        record.call_microseconds = call_costs()
+    if out is not None:
+        record.write(out)
+    return record
+
+
+def _measure_shape(
+    shape: Shape,
+    settings: Settings,
+    deadline: float | None,
+    keep: Callable[[Row], None],
+    progress: Callable[[str], None],
+) -> tuple[str, ...]:
+    """Hands each direction's row to ``keep``; returns the directions for which no time was left."""
+    try:
+        measurement = Measurement(shape, settings.device, settings.rounds, settings.affordable_ms())
+    except torch.OutOfMemoryError as error:  # the inputs themselves
+        reason = why(error)
+        for direction in settings.directions:
+            keep(Row(shape, direction, failed=dict.fromkeys(settings.names, reason)))
+        release()
+        return ()
+    for index, direction in enumerate(settings.directions):
+        if deadline is not None and time.monotonic() >= deadline:
+            return settings.directions[index:]
+        keep(measurement.row(direction, settings.names, progress))
+    return ()
+
+
+def _shapes(dims: str, lengths: str, causal: str, tokens: int, hidden: int, dtype: str) -> list[Shape]:
+    flags = {"no": [False], "yes": [True], "both": [False, True]}.get(causal)
+    if flags is None:
+        raise typer.BadParameter(f"--causal {causal}: supported are no, yes, both")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype {dtype}: supported are {', '.join(DTYPES)}")
+    sizes, rows = _numbers("--dims", dims), _numbers("--lengths", lengths)
+    return [replace(shape, dtype=dtype) for shape in papers_shapes(sizes, rows, flags, tokens=tokens, hidden=hidden)]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{option} {text}: must be whole numbers above 0, separated by commas")
+    return numbers
+
+
+def _chosen(option: str, text: str, default: Sequence[str], allowed: Collection[str]) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip()) or tuple(default)
+    if unknown := [name for name in names if name not in allowed]:
+        raise typer.BadParameter(f"{option} {', '.join(unknown)}: supported are {', '.join(allowed)}")
+    return names

@@ -1,0 +1,137 @@
+"""The implementations that race. Each takes q, k, v (batch, seqlen, heads, head_dim) and returns out alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_flash_cupy.bench.shapes import Shape
+from hf_flash_cupy.functional import flash_attention
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+CUBLAS = "cublas"  # the product of two 8192 × 8192 matrices, beside the others in every race
+CUBLAS_SIZE = 8192
+
+
+class Unavailable(Exception):
+    """This implementation cannot take part; the message says why."""
+
+
+def _ours(shape: Shape, device: str, algorithm: str) -> Attend:
+    return lambda q, k, v: flash_attention(q, k, v, causal=shape.causal, algorithm=algorithm)
+
+
+def _eager(shape: Shape, device: str) -> Attend:
+    """Standard attention (Dao 2022, Algorithm 0) in plain PyTorch operations: every score is written to memory."""
+    group = shape.heads // shape.heads_k
+    scale = shape.head_dim**-0.5
+    hidden = torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=device).triu_(1) if shape.causal else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seqlen, head_dim)
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        scores = (q * scale) @ k.mT  # (batch, heads, seqlen, seqlen); scaling q saves a pass over them
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        out: Tensor = scores.softmax(dim=-1) @ v
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def torch_attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's SDPA, by the backend it chooses itself unless one is set."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = shape.heads != shape.heads_k
+    out: Tensor = scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def _sdpa(shape: Shape, device: str, backend: SDPBackend) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return torch_attention(shape, q, k, v)
+
+    return attend
+
+
+def _flex(shape: Shape, device: str) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # each shape compiles its own kernel; torch would stop after eight
+    compiled = torch.compile(flex_attention, dynamic=False)
+    size = shape.seqlen
+    mask = create_block_mask(_not_later, None, None, size, size, device=device) if shape.causal else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out: Any = compiled(q, k, v, block_mask=mask, enable_gqa=shape.heads != shape.heads_k)
+        return out.transpose(1, 2)  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _not_later(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    return row >= key
+
+
+def _package(shape: Shape, device: str, module: str, distribution: str) -> Attend:
+    """``flash_attn_func`` of another package: flash-attn 2, FA3, FA4."""
+    try:
+        function = import_module(module).flash_attn_func
+    except (ImportError, AttributeError, OSError) as error:
+        raise Unavailable(f"{distribution} is not installed ({error})") from error
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, causal=shape.causal)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    return attend
+
+
+# Those that keep every score come last: their graphs then weigh on nobody else.
+IMPLEMENTATIONS: dict[str, Callable[[Shape, str], Attend]] = {
+    "cupy_fa1": partial(_ours, algorithm="fa1"),
+    "cupy_fa2": partial(_ours, algorithm="fa2"),
+    "flash": partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "cudnn": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "efficient": partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
+    "flex": _flex,
+    "flash_attn": partial(_package, module="flash_attn", distribution="flash-attn"),
+    "fa3": partial(_package, module="fa3_fwd_interface", distribution="fa3-fwd"),
+    "fa4": partial(_package, module="flash_attn.cute", distribution="flash-attn-4"),
+    "eager": _eager,
+    "math": partial(_sdpa, backend=SDPBackend.MATH),
+}
+LABELS = {
+    "flash": "SDPA flash",
+    "cudnn": "SDPA cuDNN",
+    "efficient": "SDPA efficient",
+    "math": "SDPA math",
+    "flex": "FlexAttention",
+    "flash_attn": "flash-attn",
+    "fa3": "FA3",
+    "fa4": "FA4",
+    CUBLAS: "cuBLAS 8192³",
+}
+FORWARD_ONLY = {"fa3": "fa3-fwd has no backward"}
+
+
+def label(name: str) -> str:
+    """``name`` as tables show it."""
+    return LABELS.get(name, name)
+
+
+def make(name: str, shape: Shape, direction: str, device: str) -> Attend:
+    """The implementation ``name`` for ``shape``. Raises :class:`Unavailable` with the reason."""
+    if direction != "forward" and name in FORWARD_ONLY:
+        raise Unavailable(FORWARD_ONLY[name])
+    return IMPLEMENTATIONS[name](shape, device)

@@ -1,0 +1,122 @@
+"""What is measured: shapes, their useful work, and the presets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+DIRECTIONS = ("forward", "backward", "both")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One row: q (batch, seqlen, heads, head_dim), k and v (batch, seqlen, heads_k, head_dim)."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    heads_k: int
+    head_dim: int
+    causal: bool
+    dtype: str = "bfloat16"
+
+    def flops(self, direction: str) -> float:
+        """Useful work as both papers count it (Dao 2023, section 4.1).
+
+        Forward: two products of seqlen² · head_dim multiply-adds per head, half under a causal mask. Backward: five
+        products, hence 2.5 times that; recomputed products do not count.
+        """
+        forward = 4 * self.batch * self.heads * self.seqlen**2 * self.head_dim * (0.5 if self.causal else 1.0)
+        return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[direction]
+
+    @property
+    def label(self) -> str:
+        heads = str(self.heads) if self.heads == self.heads_k else f"{self.heads}/{self.heads_k}"
+        return f"B{self.batch} S{self.seqlen} H{heads} D{self.head_dim}{' causal' if self.causal else ''} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named list of rows."""
+
+    about: str
+    shapes: tuple[Shape, ...]
+    directions: tuple[str, ...]
+    implementations: tuple[str, ...] = ()  # empty: every one
+
+
+def papers_shapes(
+    dims: Iterable[int], lengths: Iterable[int], causal: Iterable[bool], *, tokens: int = 16384, hidden: int = 2048
+) -> Iterator[Shape]:
+    """The papers' table (Dao 2023, section 4.1): the batch holds ``tokens``, heads = ``hidden`` / head_dim."""
+    for head_dim, seqlen, flag in product(dims, lengths, causal):
+        heads = max(hidden // head_dim, 1)
+        yield Shape(max(tokens // seqlen, 1), seqlen, heads, heads, head_dim, flag)
+
+
+def with_heads_k(shapes: Iterable[Shape], heads_k: int) -> list[Shape]:
+    """The same shapes with ``heads_k`` heads of k and v. Raises ValueError where they do not divide those of q."""
+    changed = [replace(shape, heads_k=heads_k) for shape in shapes]
+    for shape in changed:
+        if shape.heads % heads_k:
+            raise ValueError(f"--kv-heads {heads_k}: must divide the {shape.heads} heads of q ({shape.label}).")
+    return changed
+
+
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+_BOTH = (False, True)
+_CELLS = (1024, 4096, 16384)
+
+PRESETS = {
+    "papers": Preset(
+        "the papers' tables: 16,384 tokens, hidden size 2048",
+        tuple(papers_shapes((64, 128, 256), _LENGTHS, _BOTH)),
+        DIRECTIONS,
+    ),
+    "quick": Preset(
+        "four cells of the papers' tables",
+        tuple(papers_shapes((64, 128), (4096,), _BOTH)),
+        ("forward", "backward"),
+    ),
+    "cells": Preset(
+        "the papers' tables at 1,024, 4,096 and 16,384 tokens",
+        tuple(papers_shapes((64, 128, 256), _CELLS, _BOTH)),
+        ("forward", "backward"),
+    ),
+    "fa1": Preset(
+        "FlashAttention-1 and -2 against standard attention: 128 heads in all, D 64",
+        tuple(Shape(8, s, 16, 16, 64, causal) for s, causal in product((1024, 2048, 4096, 8192, 16384), _BOTH)),
+        DIRECTIONS,
+        ("cupy_fa1", "cupy_fa2", "eager", "flash", "flash_attn"),
+    ),
+    "few-heads": Preset(
+        "parallel granularity: batch × heads from 1 upwards against the number of SMs",
+        tuple(
+            Shape(1, 4096, heads, heads, head_dim, False)
+            for head_dim in (64, 128)
+            for heads in (1, 2, 4, 8, 16, 32, 64, 128, 132, 256)
+        ),
+        ("forward", "backward"),
+        ("cupy_fa1", "cupy_fa2", "eager", "flash"),
+    ),
+    "training": Preset(
+        "shapes of models in training: grouped queries, causal",
+        (
+            Shape(4, 4096, 32, 8, 64, True),
+            Shape(2, 8192, 32, 8, 128, True),
+            Shape(4, 4096, 32, 32, 80, True),
+            Shape(4, 4096, 16, 8, 256, True),
+            Shape(4, 4096, 32, 8, 128, True, "float16"),
+            Shape(4, 2048, 32, 32, 96, True),
+        ),
+        DIRECTIONS,
+    ),
+    "smoke": Preset(
+        "a tiny shape that runs anywhere, to see that the benchmark works",
+        (Shape(1, 64, 2, 2, 32, False, "float32"), Shape(1, 48, 2, 1, 32, True, "float32")),
+        DIRECTIONS,
+        ("cupy_fa1", "cupy_fa2", "eager", "math"),
+    ),
+}
