@@ -65,15 +65,18 @@ def extras(
     }
     found = {name: x for name, x in given.items() if x is not None}
     checks.are_tensors(found)
+    if not torch.compiler.is_compiling():
+        found = {name: x.resolve_neg() for name, x in found.items()}
     if bias is not None:
         checks.floats("bias", bias)
+        bias = found["bias"]
         converted = bias if bias.dtype == q.dtype else bias.float()
         found["bias"] = converted[(None,) * (4 - bias.dim())] if bias.dim() < 4 else converted
     if alibi_slopes is not None and alibi_slopes.dim() and alibi_slopes.stride(-1) != 1:
-        found["alibi_slopes"] = alibi_slopes.contiguous()
+        found["alibi_slopes"] = found["alibi_slopes"].contiguous()
     if sinks is not None:
         checks.floats("sinks", sinks)
-        found["sinks"] = sinks.float().contiguous()
+        found["sinks"] = found["sinks"].float().contiguous()
     checks.dropout(dropout_p)
     if dropout_p:
         found["philox"] = torch.randint(2**62, (2,), device=q.device)  # {seed, offset}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -14,6 +14,7 @@ from .problem import MAX_HEAD_DIM, Algorithm
 
 _MAX_SEQLEN = 2**31 - 1 - 512  # positions are 32-bit in the kernels, and a block may reach beyond the end
 ALGORITHMS = get_args(Algorithm)
+_LARGEST_FLOAT32 = 3.4028234e38
 _SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -104,10 +105,14 @@ def window(causal: bool, window_size: tuple[int, int], widest: int) -> tuple[int
 
 
 def numbers(softmax_scale: Any, softcap: Any) -> None:
-    if softmax_scale is not None and not (isinstance(softmax_scale, int | float) and math.isfinite(softmax_scale)):
-        raise ValueError(f"softmax_scale={softmax_scale!r}: None or a finite number is needed.")
-    if not (isinstance(softcap, int | float) and math.isfinite(softcap) and softcap >= 0):
+    if softmax_scale is not None and not _is_float32(softmax_scale):
+        raise ValueError(f"softmax_scale={softmax_scale!r}: None or a finite number (of float32) is needed.")
+    if not _is_float32(softcap) or float(softcap) < 0:
         raise ValueError(f"softcap={softcap!r}: 0 (off) or a positive number is needed.")
+
+
+def _is_float32(number: Any) -> bool:
+    return isinstance(number, Real) and -_LARGEST_FLOAT32 <= number <= _LARGEST_FLOAT32  # type: ignore[operator]
 
 
 def are_tensors(given: dict[str, Any]) -> None:
@@ -191,8 +196,8 @@ def varlen(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: 
             f"cu_seqlens_q has {cu_seqlens_q.shape[0]} offsets, cu_seqlens_k {cu_seqlens_k.shape[0]}: "
             "they must be equal."
         )
-    if max_seqlen_q < 0:
-        raise ValueError(f"max_seqlen_q={max_seqlen_q}: 0 or more is needed.")
+    if not isinstance(max_seqlen_q, int | torch.SymInt) or max_seqlen_q < 0:
+        raise ValueError(f"max_seqlen_q={max_seqlen_q!r}: an integer, 0 or more, is needed.")
 
 
 def _broadcast(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ There a call is a node of a graph: everything it depends on is an argument, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from .errors import UnsupportedProblem
 
 _EXTRAS = ("mask", "key_intervals", "bias", "alibi_slopes", "sinks", "philox", "cu_seqlens_q", "cu_seqlens_k")
 _INPUTS = ("q", "k", "v", *_EXTRAS)
-_BIAS, _SINKS = _INPUTS.index("bias"), _INPUTS.index("sinks")
+_BIAS, _SINKS, _SLOPES = (_INPUTS.index(name) for name in ("bias", "sinks", "alibi_slopes"))
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, " + ", ".join(f"Tensor? {name}" for name in _EXTRAS)
 _OPTIONS = (
@@ -39,7 +39,8 @@ def attention(call: Call, deterministic: bool) -> tuple[Tensor, Tensor]:
 
 
 def _call(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
-    q, k, v, *others = inputs
+    q, k, v = (x.resolve_neg() for x in inputs[:3])
+    others = [None if x is None else x.resolve_neg() for x in inputs[3:]]
     causal, left, right, scale, softcap, dropout_p, algorithm, max_seqlen_q, _ = options
     extras = {name: x for name, x in zip(_EXTRAS, others, strict=True) if x is not None}
     asked = Options(causal, (left, right), scale, softcap, dropout_p, algorithm, uses_tf32(q), max_seqlen_q)
@@ -92,8 +93,30 @@ def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.options = inputs[len(_INPUTS) :]
 
 
+def backward(
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    needs: Sequence[bool],
+    deterministic: bool,
+) -> list[Tensor | None]:
+    """The gradients by q, k, v, bias and sinks by the operator; None where nobody asked."""
+    q, k, v, extras, options = call
+    function: Callable[..., Any] = _Backward.apply if in_functorch() else torch.ops.hf_flash_cupy.backward
+    found = function(
+        *(dout, dlse, out, lse, list(needs), q, k, v, *(extras.get(name) for name in _EXTRAS)),
+        *(options.causal, *options.window_size, options.softmax_scale, options.softcap, options.dropout_p),
+        *(options.algorithm, options.max_seqlen_q, deterministic),
+    )
+    return [x if needed else None for x, needed in zip(found, needs, strict=True)]
+
+
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, out, lse = ctx.saved_tensors
+    if ctx.needs_input_grad[_SLOPES]:
+        refuse_slopes_gradient()
     sources = (0, 1, 2, _BIAS, _SINKS)
     needs = [ctx.needs_input_grad[i] for i in sources]
     function: Callable[..., Any] = _Backward.apply if in_functorch() else torch.ops.hf_flash_cupy.backward
@@ -112,8 +135,31 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
     )
 
 
+def refuse_tangents(*_: Any) -> Any:
+    """Forward mode."""
+    raise UnsupportedProblem(
+        "A forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp, hessian) of attention was asked for: "
+        "the kernels have reverse mode only. Use torch.autograd.grad or torch.func.vjp."
+    )
+
+
+def refuse_slopes_gradient() -> None:
+    raise UnsupportedProblem(
+        "alibi_slopes requires a gradient: it has none. Pass alibi_slopes.detach(), or their product with the "
+        "distances as bias, which has one."
+    )
+
+
 _forward.register_autograd(_differentiate, setup_context=_setup_forward)
 _backward.register_autograd(refuse_second_derivative)
+
+
+_BATCHED = torch._C._parse_dispatch_key("Batched")
+
+
+def is_batched(x: Tensor | None) -> bool:
+    """Whether ``x`` stands for many tensors, as is_grads_batched makes them."""
+    return x is not None and torch._C._dispatch_keys(x).has(_BATCHED)  # type: ignore[arg-type]
 
 
 def in_functorch() -> bool:
@@ -128,6 +174,7 @@ class _Attention(torch.autograd.Function):
     forward = staticmethod(torch.ops.hf_flash_cupy.forward)
     setup_context = staticmethod(_setup_forward)
     backward = staticmethod(_differentiate)
+    jvp = staticmethod(refuse_tangents)  # type: ignore[assignment]
 
 
 class _Backward(torch.autograd.Function):
@@ -135,3 +182,4 @@ class _Backward(torch.autograd.Function):
     forward = staticmethod(torch.ops.hf_flash_cupy.backward)
     setup_context = staticmethod(lambda ctx, inputs, output: None)
     backward = staticmethod(refuse_second_derivative)
+    jvp = staticmethod(refuse_tangents)  # type: ignore[assignment]

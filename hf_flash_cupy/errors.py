@@ -16,4 +16,7 @@ class MissingDependency(RuntimeError):
 
     def __init__(self, message: str, mend: str) -> None:
         super().__init__(f"{message} To mend: {mend}")
-        self.mend = mend
+        self.message, self.mend = message, mend
+
+    def __reduce__(self) -> tuple[type[MissingDependency], tuple[str, str]]:
+        return type(self), (self.message, self.mend)  # pickle would call with the one text of both

@@ -89,7 +89,8 @@ def forward(call: Call, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         # Without keys there is no launch; and packed offsets may leave out rows, which then no entry owns.
         out.zero_()
         if lse is not None:
-            lse.copy_(extras["sinks"][:, None]) if plan is None and "sinks" in extras else lse.fill_(-torch.inf)
+            has_sink = plan is None and len(out_shape) == 4 and "sinks" in extras  # packed rows of no entry have none
+            lse.copy_(extras["sinks"][:, None]) if has_sink else lse.fill_(-torch.inf)
     if plan is not None:
         if workspaces:
             extras = extras | {name: _workspace(size, q.device) for name, size in workspaces.items()}
@@ -137,8 +138,12 @@ def backward(
             return backward(call, out, lse, dout, dlse, needs=needs, deterministic=deterministic)
     if dout is None:
         dout = out.new_zeros(out.shape[-1]).expand(out.shape)
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
+    dout = _last_contiguous(dout.resolve_neg())
+    dlse = None if dlse is None else dlse.resolve_neg().contiguous()
+    # Hooks on saved tensors may give the same values in another layout.
+    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    out, lse = out.contiguous(), lse.contiguous()
+    call = call._replace(q=q, k=k, v=v)
     entries = extras["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in extras else q.shape[0]
     has_work = entries > 0 and q.numel() > 0 and k.numel() > 0
     # Packed offsets may leave out rows, which then no entry owns.
@@ -160,6 +165,10 @@ def backward(
         None if dbias is None or bias is None else dbias.to(bias.dtype),
         _sinks_gradient(sinks, lse, delta) if needs[4] and sinks is not None else None,
     )
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _run_backward(

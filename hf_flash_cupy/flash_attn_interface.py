@@ -205,12 +205,16 @@ def flash_attn_with_kvcache(
 
 
 def _options(dropout_p: float, softmax_scale: float | None, causal: bool, window_size: Any, softcap: float) -> Options:
-    left, right = (max(int(size), -1) for size in window_size)
-    return Options(causal, (left, right), softmax_scale, max(float(softcap), 0.0), dropout_p)
+    left, right = (max(size, -1) for size in checks.pair(window_size))
+    if isinstance(softcap, int | float):
+        softcap = max(float(softcap), 0.0)
+    return Options(causal, (left, right), softmax_scale, softcap, dropout_p)
 
 
 def _unpacked(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
     """k and v (and q) of a tensor (…, count, num_heads, head_dim)."""
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name} is a {type(packed).__name__}; a torch.Tensor is needed.")
     if packed.dim() < 4 or packed.shape[-3] != count:
         raise ValueError(f"{name} has shape {tuple(packed.shape)}; (…, {count}, num_heads, head_dim) is needed.")
     return packed.unbind(-3)
@@ -246,7 +250,9 @@ def _sampled(call: Call, max_seqlen_k: int) -> Tensor:
     q, k, _, beside, options = call
     entries: list[tuple[Tensor, Tensor]]
     if q.dim() == 4:
-        entries = [(q[i : i + 1], k[i : i + 1]) for i in range(q.shape[0])]
+        batch = max(q.shape[0], k.shape[0])
+        q, k = q.expand(batch, -1, -1, -1), k.expand(batch, -1, -1, -1)
+        entries = [(q[i : i + 1], k[i : i + 1]) for i in range(batch)]
         rows, keys = q.shape[1], k.shape[1]
     else:
         offsets_q, offsets_k = (pairwise(beside[f"cu_seqlens_{x}"].tolist()) for x in "qk")

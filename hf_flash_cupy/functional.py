@@ -147,8 +147,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> tuple[Tensor, Tensor, Tensor]:
     """One dtype and a contiguous last dimension."""
-    if not (isinstance(k, Tensor) and isinstance(v, Tensor) and q.dim() == k.dim() == v.dim() == dimensions):
+    are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not (are_tensors and q.dim() == k.dim() == v.dim() == dimensions):
         checks.dimensions(q, k, v, dimensions)
+    if not torch.compiler.is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if not (q.is_cuda or q.device.type == "cpu"):
         checks.device(q)
     autocast = torch.is_autocast_enabled(q.device.type)

@@ -11,14 +11,15 @@ from torch.autograd import forward_ad
 
 from . import checks, custom_ops, execute
 from .call import Call, uses_tf32
-from .errors import UnsupportedProblem
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attention(call: Call, deterministic: bool | None, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     """``out`` and ``lse`` (or None). ``deterministic`` as in :func:`hf_flash_cupy.flash_attention`."""
-    transformed = _is_transformed(call.q)
+    transformed = _is_transformed(call)
+    if "alibi_slopes" in call.extras and torch.is_grad_enabled() and call.extras["alibi_slopes"].requires_grad:
+        custom_ops.refuse_slopes_gradient()
     if not transformed and call.q.dtype == torch.float32 and uses_tf32(call.q):
         call = call._replace(options=call.options._replace(tf32=True))
     if transformed or (torch.is_grad_enabled() and _wants_gradient(call)):
@@ -37,24 +38,22 @@ def attention(call: Call, deterministic: bool | None, need_lse: bool) -> tuple[T
     return execute.forward(call, need_lse)
 
 
-def _is_transformed(q: Tensor) -> bool:
+def _is_transformed(call: Call) -> bool:
     """Whether somebody wants to see operators of torch, not launches: compilers, torch.func, modes, subclasses."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
-        or type(q) not in _PLAIN
+        or not (type(call.q) in _PLAIN and type(call.k) in _PLAIN and type(call.v) in _PLAIN)
+        or any(type(x) not in _PLAIN for x in call.extras.values())
     )
 
 
 def _refuse_tangents(call: Call) -> None:
     for x in (call.q, call.k, call.v, *call.extras.values()):
         if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-            raise UnsupportedProblem(
-                "A forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp) of attention was asked for: the "
-                "kernels have reverse mode only. Use torch.autograd.grad or torch.func.vjp."
-            )
+            custom_ops.refuse_tangents()
 
 
 def _wants_gradient(call: Call) -> bool:
@@ -62,11 +61,6 @@ def _wants_gradient(call: Call) -> bool:
     by_qkv = q.requires_grad or k.requires_grad or v.requires_grad
     if not extras:
         return by_qkv
-    if "alibi_slopes" in extras and extras["alibi_slopes"].requires_grad:
-        raise UnsupportedProblem(
-            "alibi_slopes requires a gradient: it has none. Pass alibi_slopes.detach(), or their product with the "
-            "distances as bias, which has one."
-        )
     return by_qkv or any(extras[name].requires_grad for name in ("bias", "sinks") if name in extras)
 
 
@@ -108,4 +102,6 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *others = ctx.saved_tensors
         call = Call(q, k, v, dict(zip(ctx.names, others, strict=True)), ctx.options)
         needs = ctx.needs_input_grad[:5]
+        if custom_ops.in_functorch() or custom_ops.is_batched(dout) or custom_ops.is_batched(dlse):
+            return (*custom_ops.backward(call, out, lse, dout, dlse, needs, ctx.deterministic), None, None)
         return (*execute.backward(call, out, lse, dout, dlse, needs=needs, deterministic=ctx.deterministic), None, None)

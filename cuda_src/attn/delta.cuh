@@ -1,6 +1,7 @@
 // delta of the backward pass: for each row the sum of dout * out, which is that of the probabilities times their gradients.
 #pragma once
 
+#include "common/params.cuh"
 #include "common/types.cuh"
 #include "isa.cuh"
 #include "tile/copy.cuh"
@@ -24,6 +25,13 @@ __device__ __forceinline__ float row_product(const Element* dout, const Element*
     sum += chunk_product<Element>(a, b);
   }
   return group_sum<kLanes>(sum);
+}
+
+// delta of the row that lies at `index` in lse's layout. lse's own gradient is subtracted; a row without keys has none,
+// whatever came for its lse.
+__device__ __forceinline__ void store_delta(const AttentionParams& params, int64 index, float product) {
+  const float dlse = params.dlse == nullptr ? 0.0f : params.dlse[index];
+  params.delta[index] = params.lse[index] == bits_float(0xff800000u) ? 0.0f : product - dlse;
 }
 
 }  // namespace hfc

@@ -9,8 +9,9 @@
 
 namespace hfc {
 
-// Scores become probabilities exp(score - lse); rows without keys have lse = -inf and only hidden scores.
-template <typename Element, int kM, int kN>
+// Scores become probabilities exp(score - lse); rows without keys have lse = -inf and only hidden scores. kClamp: scores of rows
+// beyond the end, which stand for nothing, may be large (a negative ALiBi slope) and would be infinite.
+template <typename Element, bool kClamp, int kM, int kN>
 __device__ __forceinline__ void probabilities_from(float (&scores)[kM][kN][4], const float (&lse)[2 * kM], float scale) {
   constexpr float kLarge = 16777216.0f;  // 2^24: from here on the rounding of lse shows in the exponent
   float lse_log2[2 * kM];
@@ -27,7 +28,7 @@ __device__ __forceinline__ void probabilities_from(float (&scores)[kM][kN][4], c
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         scores[i][j][e] = exp2_fast<Element>(fused_multiply_add(scores[i][j][e], scale, -lse_log2[2 * i + e / 2]));
-  if (warp_any(large)) for_each_score(scores, [](float p) { return p > 1.0f ? 1.0f : p; });
+  if (kClamp || warp_any(large)) for_each_score(scores, [](float p) { return p > 1.0f ? 1.0f : p; });
 }
 
 // Keys inside the window's range that no row may see.

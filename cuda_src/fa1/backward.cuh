@@ -100,8 +100,7 @@ class Fa1Backward {
         const bool exists = row < seqlen_.seqlen_q;
         const float sum = row_product<Config::kVector, kLanes>(
             dout + row * params_.dout.row_stride, out + row * params_.out.row_stride, exists ? params_.head_dim_v : 0);
-        if (exists && lane_id() % kLanes == 0)
-          params_.delta[number + row] = sum - (params_.dlse == nullptr ? 0.0f : params_.dlse[number + row]);
+        if (exists && lane_id() % kLanes == 0) store_delta(params_, number + row, sum);
       }
     }
     sync_threads();
@@ -179,7 +178,7 @@ class Fa1Backward {
       if constexpr (Traits::kHoles) columns = seen_columns(p);
       float lse[2 * kM], delta[2 * kM];
       load_rows_of(lse, shared_.lse(stage));
-      probabilities_from<Element>(p, lse, scale);                                            // line 13
+      probabilities_from<Element, Config::kAlibi>(p, lse, scale);                                            // line 13
       gemm_transposed<Multiply>(ds, shared_.dout(stage), score_row, shared_.v(), warp_key);  // line 17
       load_rows_of(delta, shared_.delta(stage));
       gradient.finish(ds, p, delta, params_.softmax_scale);  // lines 14, 15, 18, 20

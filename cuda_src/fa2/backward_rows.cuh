@@ -34,8 +34,7 @@ __device__ __forceinline__ void fa2_backward_prepare(const AttentionParams& para
     const bool exists = row < Config::kBlockM && first_row + row < seqlen.seqlen_q;
     const float sum = row_product<Config::kVector, kLanes>(dout + row * params.dout.row_stride, out + row * params.out.row_stride,
                                                            exists ? params.head_dim_v : 0);
-    if (exists && lane_id() % kLanes == 0)
-      params.delta[statistics + row] = sum - (params.dlse == nullptr ? 0.0f : params.dlse[statistics + row]);
+    if (exists && lane_id() % kLanes == 0) store_delta(params, statistics + row, sum);
   }
 }
 
