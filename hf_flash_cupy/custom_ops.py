@@ -28,14 +28,19 @@ _OPTIONS = (
 
 def attention(call: Call, deterministic: bool) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse`` by the custom operator; q, k and v have one batch."""
-    q, k, v, extras, options = call
     function: Callable[..., Any] = _Attention.apply if in_functorch() else torch.ops.hf_flash_cupy.forward
-    result: tuple[Tensor, Tensor] = function(
+    result: tuple[Tensor, Tensor] = function(*_arguments(call, deterministic))
+    return result
+
+
+def _arguments(call: Call, deterministic: bool) -> tuple[Any, ...]:
+    """The call as the operators take it; :func:`_call` is the way back."""
+    q, k, v, extras, options = call
+    return (
         *(q, k, v, *(extras.get(name) for name in _EXTRAS)),
         *(options.causal, *options.window_size, options.softmax_scale, options.softcap, options.dropout_p),
         *(options.algorithm, options.max_seqlen_q, deterministic),
     )
-    return result
 
 
 def _call(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
@@ -103,14 +108,14 @@ def backward(
     deterministic: bool,
 ) -> list[Tensor | None]:
     """The gradients by q, k, v, bias and sinks by the operator; None where nobody asked."""
-    q, k, v, extras, options = call
-    function: Callable[..., Any] = _Backward.apply if in_functorch() else torch.ops.hf_flash_cupy.backward
-    found = function(
-        *(dout, dlse, out, lse, list(needs), q, k, v, *(extras.get(name) for name in _EXTRAS)),
-        *(options.causal, *options.window_size, options.softmax_scale, options.softcap, options.dropout_p),
-        *(options.algorithm, options.max_seqlen_q, deterministic),
-    )
+    found = _run_backward(dout, dlse, out, lse, list(needs), *_arguments(call, deterministic))
     return [x if needed else None for x, needed in zip(found, needs, strict=True)]
+
+
+def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    function: Callable[..., Any] = _Backward.apply if in_functorch() else torch.ops.hf_flash_cupy.backward
+    found: tuple[Tensor, ...] = function(*arguments)
+    return found
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -119,8 +124,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         refuse_slopes_gradient()
     sources = (0, 1, 2, _BIAS, _SINKS)
     needs = [ctx.needs_input_grad[i] for i in sources]
-    function: Callable[..., Any] = _Backward.apply if in_functorch() else torch.ops.hf_flash_cupy.backward
-    found = function(dout, dlse, out, lse, needs, *inputs, *ctx.options)
+    found = _run_backward(dout, dlse, out, lse, needs, *inputs, *ctx.options)
     gradients: list[Tensor | None] = [None] * (len(inputs) + len(ctx.options))
     for i, needed, x in zip(sources, needs, found, strict=True):
         gradients[i] = x if needed else None

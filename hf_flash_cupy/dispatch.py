@@ -16,16 +16,7 @@ def select(problem: AttentionProblem, arch: str) -> KernelConfig:
 
     Raises :class:`UnsupportedProblem` where there is none.
     """
-    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-        raise UnsupportedProblem(
-            f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}: at most {MAX_HEAD_DIM} is supported. "
-            'Use attn_implementation="sdpa" for this model.'
-        )
-    if problem.dtype == "bf16" and arch == "75":
-        raise UnsupportedProblem(
-            "bfloat16 needs a GPU of compute capability 8.0 or newer; this one is 7.5. "
-            "Load the model in float16 (dtype=torch.float16), which runs on its tensor cores."
-        )
+    check_supported(problem, arch)
     tile = tiles.choose(problem, arch)
     if tile is None:
         raise UnsupportedProblem(
@@ -43,20 +34,54 @@ def forward_config(problem: AttentionProblem, arch: str, tile: Tile) -> KernelCo
     shared = tiles.shared_bytes(tile, problem, arch)
     numbers = f"m{tile.block_m}_n{tile.block_n}_w{tile.num_warps}_s{tile.stages}"
     numbers += f"_c{tile.v_chunks}" if tile.v_chunks > 1 else ""
+    constants = (
+        ("int kVChunks", str(tile.v_chunks)),
+        ("int kNumWarps", str(tile.num_warps)),
+        ("int kStages", str(tile.stages)),
+    )
+    name = kernel_name("fa2_forward", problem, numbers, arch)
+    sizes = (head_dim, head_dim_v // tile.v_chunks)
+    return kernel_config("fa2_forward", name, "fa2/forward.cuh", problem, arch, tile, sizes, constants, shared)
+
+
+def check_supported(problem: AttentionProblem, arch: str) -> None:
+    """Raises :class:`UnsupportedProblem` for what no kernel of either algorithm and direction serves on ``arch``."""
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        raise UnsupportedProblem(
+            f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}: at most {MAX_HEAD_DIM} is supported. "
+            'Use attn_implementation="sdpa" for this model.'
+        )
+    if problem.dtype == "bf16" and arch == "75":
+        raise UnsupportedProblem(
+            "bfloat16 needs a GPU of compute capability 8.0 or newer; this one is 7.5. "
+            "Load the model in float16 (dtype=torch.float16), which runs on its tensor cores."
+        )
+
+
+def kernel_config(
+    kernel: str,
+    name: str,
+    include: str,
+    problem: AttentionProblem,
+    arch: str,
+    tile: Tile,
+    head_dims: tuple[int, int],
+    constants: tuple[tuple[str, str], ...],
+    shared: int,
+) -> KernelConfig:
+    """A kernel of either algorithm and direction: what all have in common, and its own ``constants``."""
     return KernelConfig(
-        kernel="fa2_forward",
-        name=kernel_name("fa2_forward", problem, numbers, arch),
-        include="fa2/forward.cuh",
+        kernel=kernel,
+        name=name,
+        include=include,
         params="AttentionParams",
         arch=arch,
         constants=(
             ("int kBlockM", str(tile.block_m)),
             ("int kBlockN", str(tile.block_n)),
-            ("int kHeadDim", str(head_dim)),
-            ("int kHeadDimV", str(head_dim_v // tile.v_chunks)),
-            ("int kVChunks", str(tile.v_chunks)),
-            ("int kNumWarps", str(tile.num_warps)),
-            ("int kStages", str(tile.stages)),
+            ("int kHeadDim", str(head_dims[0])),
+            ("int kHeadDimV", str(head_dims[1])),
+            *constants,
             *feature_constants(problem),
             ("int kSharedBytes", str(shared)),
         ),

@@ -8,13 +8,13 @@ leave multiprocessors idle, whatever the numbers here say.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 import torch
 
-from .dispatch import feature_constants, kernel_name
+from .dispatch import check_supported, kernel_config, kernel_name
 from .errors import UnsupportedProblem
 from .launch import device_arch
 from .plans import Geometry, Plan, attention_params
@@ -107,7 +107,7 @@ def forward_config(problem: AttentionProblem, arch: str, tile: ForwardTile | Non
 
     Raises :class:`UnsupportedProblem` where no tile fits.
     """
-    _check(problem, arch)
+    check_supported(problem, arch)
     tile = tile or _forward_tile(problem, arch)
     numbers = f"m{tile.block_m}_n{tile.block_n}_w{tile.num_warps}_s{tile.slab}"
     constants = (("int kSlab", str(tile.slab)),)
@@ -126,42 +126,11 @@ def _config(
     constants: tuple[tuple[str, str], ...],
     shared: int,
 ) -> KernelConfig:
-    d, dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)
+    sizes = rounded_head_dims(problem.head_dim, problem.head_dim_v)
     kernel = f"fa1_{direction}"
-    return KernelConfig(
-        kernel=kernel,
-        name=kernel_name(kernel, replace(problem, head_dim=d, head_dim_v=dv), numbers, arch),
-        include=f"fa1/{direction}.cuh",
-        params="AttentionParams",
-        arch=arch,
-        constants=(
-            ("int kBlockM", str(tile.block_m)),
-            ("int kBlockN", str(tile.block_n)),
-            ("int kHeadDim", str(d)),
-            ("int kHeadDimV", str(dv)),
-            ("int kNumWarps", str(tile.num_warps)),
-            *constants,
-            *feature_constants(problem),
-            ("int kSharedBytes", str(shared)),
-        ),
-        num_threads=tile.num_warps * 32,
-        min_blocks=tile.min_blocks,
-        shared_bytes=shared,
-        tile=tile,
-    )
-
-
-def _check(problem: AttentionProblem, arch: str) -> None:
-    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIMS[-1]:
-        raise UnsupportedProblem(
-            f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}: at most {HEAD_DIMS[-1]} is supported. "
-            'Use attn_implementation="sdpa" for this model.'
-        )
-    if problem.dtype == "bf16" and arch == "75":
-        raise UnsupportedProblem(
-            "bfloat16 needs a GPU of compute capability 8.0 or newer; this one is 7.5. "
-            "Load the model in float16 (dtype=torch.float16), which runs on its tensor cores."
-        )
+    name = kernel_name(kernel, problem, numbers, arch, sizes)
+    constants = (("int kNumWarps", str(tile.num_warps)), *constants)
+    return kernel_config(kernel, name, f"fa1/{direction}.cuh", problem, arch, tile, sizes, constants, shared)
 
 
 def _too_wide(problem: AttentionProblem, arch: str) -> UnsupportedProblem:
@@ -206,7 +175,7 @@ def backward_tiles(problem: AttentionProblem, arch: str) -> Iterator[BackwardTil
     # Few registers are left beside dk, dv, scores and dp where a warp has 32 keys, at head size 128 64 rows, at 512 32:
     # what features keep, or the sums of plain fp32 products, need them.
     narrow = problem.dtype != "fp32"
-    plain = narrow and not (_has_holes(problem) or problem.varlen or problem.softcap or problem.dropout)
+    plain = narrow and not (problem.has_holes or problem.varlen or problem.softcap or problem.dropout)
     if widest <= 32:
         yield BackwardTile(64, 256 if plain else 128, 8, 32 if plain else 16, 2)
     if widest <= 64 and plain:
@@ -240,10 +209,6 @@ def _backward_tile(problem: AttentionProblem, arch: str) -> BackwardTile:
     raise _too_wide(problem, arch)
 
 
-def _has_holes(problem: AttentionProblem) -> bool:
-    return problem.intervals or problem.mask or problem.bias != "none"
-
-
 def backward_shared_bytes(tile: BackwardTile, problem: AttentionProblem, arch: str) -> int:
     """Shared memory of the plan in cuda_src/fa1/backward_traits.cuh, which asserts this number."""
     d, dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)
@@ -253,7 +218,7 @@ def backward_shared_bytes(tile: BackwardTile, problem: AttentionProblem, arch: s
     q_and_dout = tile.stages * tile.block_m * (d + dv) * size
     p_and_ds = 2 * tile.block_m * tile.block_n * size
     statistics = tile.stages * 2 * tile.block_m * 4
-    seen = tile.num_warps * 16 if _has_holes(problem) else 0
+    seen = tile.num_warps * 16 if problem.has_holes else 0
     return k_and_v + q_and_dout + p_and_ds + statistics + seen + 7 * gap
 
 
@@ -263,7 +228,7 @@ def backward_config(problem: AttentionProblem, arch: str, tile: BackwardTile | N
 
     Raises :class:`UnsupportedProblem` where no tile fits.
     """
-    _check(problem, arch)
+    check_supported(problem, arch)
     tile = tile or _backward_tile(problem, arch)
     numbers = f"m{tile.block_m}_n{tile.block_n}_w{tile.num_warps}_k{tile.warp_keys}_s{tile.stages}"
     constants = (("int kWarpKeys", str(tile.warp_keys)), ("int kStages", str(tile.stages)))

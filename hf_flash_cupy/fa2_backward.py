@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import tiles
-from .dispatch import feature_constants, kernel_name
+from .dispatch import kernel_config, kernel_name
 from .errors import UnsupportedProblem
 from .launch import device_arch
 from .plans import Geometry, Plan, attention_params, row_blocks
 from .problem import AttentionProblem, KernelConfig, Tile
 
-_HEAD_DIM_STEP = (
-    32  # two warps share the columns of dk and dv by pairs of 8; above 128 four, above 256 in several chunks
-)
+# Two warps share the columns of dk and dv by pairs of 8; above 128 four do, above 256 in several chunks.
+_HEAD_DIM_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,8 @@ def shared_bytes(tile: BackwardTile, problem: AttentionProblem, arch: str) -> in
     q_and_dout = tile.stages * tile.block_m * (d + dv) * size + 2 * gap
     p_and_ds = 2 * (tile.block_m * tile.block_n * size + gap)
     statistics = tile.stages * 2 * tile.block_m * 4 + gap
-    seen = tile.num_warps * 16 if _has_holes(problem) else 0
+    seen = tile.num_warps * 16 if problem.has_holes else 0
     return k_and_v + q_and_dout + p_and_ds + statistics + seen
-
-
-def _has_holes(problem: AttentionProblem) -> bool:
-    return problem.intervals or problem.mask or problem.bias != "none"
 
 
 def candidates(problem: AttentionProblem, arch: str) -> Iterator[BackwardTile]:
@@ -69,7 +64,7 @@ def candidates(problem: AttentionProblem, arch: str) -> Iterator[BackwardTile]:
         yield BackwardTile(64, 64, 4, 2, 2, 2, 1, 1, 1 if widest <= 256 else 2)
         return
     if problem.dtype != "fp32" and widest <= 128:
-        featured = problem.softcap or problem.dropout or problem.varlen or problem.alibi or _has_holes(problem)
+        featured = problem.softcap or problem.dropout or problem.varlen or problem.alibi or problem.has_holes
         plain = problem.vector and not featured
         if widest <= 64 and plain and problem.seqlen_q > 1024:
             # The largest tile fetches the fewest operands a product, at the price of every register; with few rows its
@@ -121,7 +116,7 @@ def dq_candidates(problem: AttentionProblem, arch: str) -> Iterator[Tile]:
         yield Tile(64, 64 if widest <= 128 else 32, 2, 1, 1)
         return
     if problem.dtype != "fp32":
-        if widest <= 128 and not _has_holes(problem):
+        if widest <= 128 and not problem.has_holes:
             # 32 rows a warp: every operand fetched from shared memory feeds two products.
             yield Tile(128, 64 if widest <= 64 else 32, 4, 2, 2)
         if widest <= 128:
@@ -209,28 +204,11 @@ def _kernel_config(
     constants: tuple[tuple[str, str], ...],
     shared: int,
 ) -> KernelConfig:
-    head_dim, head_dim_v = rounded_head_dims(problem)
-    return KernelConfig(
-        kernel=kernel,
-        name=kernel_name(kernel, problem, numbers, arch, (head_dim, head_dim_v)),
-        include=include,
-        params="AttentionParams",
-        arch=arch,
-        constants=(
-            ("int kBlockM", str(tile.block_m)),
-            ("int kBlockN", str(tile.block_n)),
-            ("int kHeadDim", str(head_dim)),
-            ("int kHeadDimV", str(head_dim_v)),
-            ("int kNumWarps", str(tile.num_warps)),
-            ("int kStages", str(tile.stages)),
-            *constants,
-            *feature_constants(problem),
-            ("int kSharedBytes", str(shared)),
-        ),
-        num_threads=tile.num_warps * 32,
-        min_blocks=tile.min_blocks,
-        shared_bytes=shared,
-    )
+    sizes = rounded_head_dims(problem)
+    name = kernel_name(kernel, problem, numbers, arch, sizes)
+    constants = (("int kNumWarps", str(tile.num_warps)), ("int kStages", str(tile.stages)), *constants)
+    whole = Tile(tile.block_m, tile.block_n, tile.num_warps, tile.stages, tile.min_blocks)
+    return kernel_config(kernel, name, include, problem, arch, whole, sizes, constants, shared)
 
 
 def dq_accum_size(problem: AttentionProblem, geometry: Geometry, device: torch.device) -> int:

@@ -33,6 +33,11 @@ class AttentionProblem:
     algorithm: Algorithm = "fa2"
     deterministic: bool = False  # backward only: gradients bit-equal from run to run
 
+    @property
+    def has_holes(self) -> bool:
+        """Whether keys inside a row block's range may be hidden from all of its rows (kHasHoles of the kernels)."""
+        return self.intervals or self.mask or self.bias != "none"
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
