@@ -29,8 +29,8 @@ _OPTIONS = (
 def attention(call: Call, deterministic: bool) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse`` by the custom operator; q, k and v have one batch."""
     function: Callable[..., Any] = _Attention.apply if in_functorch() else torch.ops.hf_flash_cupy.forward
-    result: tuple[Tensor, Tensor] = function(*_arguments(call, deterministic))
-    return result
+    out, lse, _ = function(*_arguments(call, deterministic))
+    return out, lse
 
 
 def _arguments(call: Call, deterministic: bool) -> tuple[Any, ...]:
@@ -53,47 +53,60 @@ def _call(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
 
 
 @torch.library.custom_op(
-    "hf_flash_cupy::forward", mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
+    "hf_flash_cupy::forward", mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = _call(arguments[: len(_INPUTS)], arguments[len(_INPUTS) :])
-    out, lse = execute.forward(call, need_lse=True)
-    assert lse is not None
-    return out, lse
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and statistics."""
+    return execute.forward_for_backward(_call(arguments[: len(_INPUTS)], arguments[len(_INPUTS) :]))
 
 
 @_forward.register_fake
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     *batch, rows, heads, _head_dim = q.shape
-    return q.new_empty((*batch, rows, heads, v.shape[-1])), q.new_empty((*batch, heads, rows), dtype=torch.float32)
+    lse = q.new_empty((*batch, heads, rows), dtype=torch.float32)
+    return q.new_empty((*batch, rows, heads, v.shape[-1])), lse, lse.new_empty((2, *lse.shape))
 
 
 @torch.library.custom_op(
     "hf_flash_cupy::backward",
     mutates_args=(),
-    schema=f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, {_TENSORS}, {_OPTIONS}) -> "
+    schema="(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor statistics, bool[] needs, "
+    f"{_TENSORS}, {_OPTIONS}) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *arguments: Any
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    statistics: Tensor,
+    needs: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     """By q, k, v, bias and sinks; empty where nobody asked."""
     options = arguments[len(_INPUTS) :]
     call = _call(arguments[: len(_INPUTS)], options)
-    found = execute.backward(call, out, lse, dout, dlse, needs=needs, deterministic=options[-1])
+    found = execute.backward(call, out, lse, statistics, dout, dlse, needs=needs, deterministic=options[-1])
     return tuple(call.q.new_empty(0) if x is None else x for x in found)
 
 
 @_backward.register_fake
 def _backward_fake(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *arguments: Any
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    statistics: Tensor,
+    needs: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     sources = (*arguments[:3], arguments[_BIAS], arguments[_SINKS])
     return tuple(x.new_empty(x.shape) if needed else out.new_empty(0) for x, needed in zip(sources, needs, strict=True))
 
 
-def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*inputs[: len(_INPUTS)], *output)
     ctx.options = inputs[len(_INPUTS) :]
 
@@ -102,13 +115,14 @@ def backward(
     call: Call,
     out: Tensor,
     lse: Tensor,
+    statistics: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
     needs: Sequence[bool],
     deterministic: bool,
 ) -> list[Tensor | None]:
     """The gradients by q, k, v, bias and sinks by the operator; None where nobody asked."""
-    found = _run_backward(dout, dlse, out, lse, list(needs), *_arguments(call, deterministic))
+    found = _run_backward(dout, dlse, out, lse, statistics, list(needs), *_arguments(call, deterministic))
     return [x if needed else None for x, needed in zip(found, needs, strict=True)]
 
 
@@ -118,13 +132,13 @@ def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return found
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse, statistics = ctx.saved_tensors
     if ctx.needs_input_grad[_SLOPES]:
         refuse_slopes_gradient()
     sources = (0, 1, 2, _BIAS, _SINKS)
     needs = [ctx.needs_input_grad[i] for i in sources]
-    found = _run_backward(dout, dlse, out, lse, needs, *inputs, *ctx.options)
+    found = _run_backward(dout, dlse, out, lse, statistics, needs, *inputs, *ctx.options)
     gradients: list[Tensor | None] = [None] * (len(inputs) + len(ctx.options))
     for i, needed, x in zip(sources, needs, found, strict=True):
         gradients[i] = x if needed else None

@@ -77,25 +77,48 @@ def _prepare(call: Call) -> Prepared:
 
 def forward(call: Call, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     """``out`` and ``lse``. The device of the tensors becomes current for the call only."""
+    out, lse, _ = _forward(call, need_lse, need_statistics=False)
+    return out, lse
+
+
+def forward_for_backward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """``out``, ``lse`` and ``statistics``, what :func:`backward` wants beside them: float32 (2, *lse's shape).
+
+    These are each row's maximum and sum (m and l of the paper, m of base 2). lse is their logarithm in one number,
+    whose rounding shows in the probabilities where logits are large.
+    """
+    out, lse, statistics = _forward(call, need_lse=True, need_statistics=True)
+    assert lse is not None
+    assert statistics is not None
+    return out, lse, statistics
+
+
+def _forward(call: Call, need_lse: bool, need_statistics: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     q, k, v, extras, _ = call
     if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
         with torch.cuda.device(q.device):
-            return forward(call, need_lse)
+            return _forward(call, need_lse, need_statistics)
     prepared: Prepared = _prepared(plan_key(call), lambda: _prepare(call))
     plan, workspaces, out_shape, lse_shape = prepared
     out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if need_lse else None
+    statistics = None
+    if need_statistics or "out_accum" in workspaces:  # FlashAttention-1 keeps them in device memory
+        statistics = torch.empty((2, *lse_shape), dtype=torch.float32, device=q.device)
     if plan is None or len(out_shape) == 3:
         # Without keys there is no launch; and packed offsets may leave out rows, which then no entry owns.
         out.zero_()
         if lse is not None:
             has_sink = plan is None and len(out_shape) == 4 and "sinks" in extras  # packed rows of no entry have none
             lse.copy_(extras["sinks"][:, None]) if has_sink else lse.fill_(-torch.inf)
+        if statistics is not None:
+            statistics.zero_()
     if plan is not None:
         if workspaces:
             extras = extras | {name: _workspace(size, q.device) for name, size in workspaces.items()}
-        plan(q=q, k=k, v=v, out=out, lse=lse, **extras)
-    return out, lse
+        row_max, row_sum = (None, None) if statistics is None else statistics
+        plan(q=q, k=k, v=v, out=out, lse=lse, row_max=row_max, row_sum=row_sum, **extras)
+    return out, lse, statistics
 
 
 def _workspace(size: int, device: torch.device) -> Tensor:
@@ -122,6 +145,7 @@ def backward(
     call: Call,
     out: Tensor,
     lse: Tensor,
+    statistics: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
     *,
@@ -135,14 +159,14 @@ def backward(
     q, k, v, extras, _ = call
     if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
         with torch.cuda.device(q.device):
-            return backward(call, out, lse, dout, dlse, needs=needs, deterministic=deterministic)
+            return backward(call, out, lse, statistics, dout, dlse, needs=needs, deterministic=deterministic)
     if dout is None:
         dout = out.new_zeros(out.shape[-1]).expand(out.shape)
     dout = _last_contiguous(dout.resolve_neg())
     dlse = None if dlse is None else dlse.resolve_neg().contiguous()
     # Hooks on saved tensors may give the same values in another layout.
     q, k, v = (_last_contiguous(x) for x in (q, k, v))
-    out, lse = out.contiguous(), lse.contiguous()
+    out, lse, statistics = out.contiguous(), lse.contiguous(), statistics.contiguous()
     call = call._replace(q=q, k=k, v=v)
     entries = extras["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in extras else q.shape[0]
     has_work = entries > 0 and q.numel() > 0 and k.numel() > 0
@@ -155,7 +179,7 @@ def backward(
         new = torch.empty if has_work else torch.zeros
         dbias = new(bias.shape, dtype=torch.float32, device=q.device)
     if has_work and any(needs[:4]):
-        delta = _run_backward(call, out, lse, dout, dlse, (dq, dk, dv), dbias, deterministic)
+        delta = _run_backward(call, out, lse, statistics, dout, dlse, (dq, dk, dv), dbias, deterministic)
     else:
         delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2) - (0 if dlse is None else dlse)
     return Gradients(
@@ -175,6 +199,7 @@ def _run_backward(
     call: Call,
     out: Tensor,
     lse: Tensor,
+    statistics: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
@@ -189,7 +214,9 @@ def _run_backward(
     dq, dk, dv = gradients
     delta = torch.empty_like(lse)
     dq_accum = _workspace(prepared.dq_accum_size, q.device)
+    row_max, row_sum = statistics
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "delta": delta, **extras}
+    tensors |= {"row_max": row_max, "row_sum": row_sum}
     prepared.plan(**tensors, dq_accum=dq_accum, dq=dq, dk=dk, dv=dv)
     if dbias is not None and prepared.bias_plan is not None:
         prepared.bias_plan(**tensors, dbias=dbias)
@@ -198,6 +225,6 @@ def _run_backward(
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """−Σ over rows of P_sink · delta, (num_heads,); ``lse`` and ``delta`` are (…, num_heads, rows)."""
-    terms = torch.exp(sinks[:, None] - lse) * delta
+    terms = torch.exp((sinks[:, None] - lse).clamp(max=0)) * delta
     terms = torch.where(lse == -torch.inf, 0, terms)  # rows of no entry, and heads whose sink is −inf
     return -terms.sum((0, 2) if terms.dim() == 3 else 1)

@@ -143,12 +143,7 @@ def _too_wide(problem: AttentionProblem, arch: str) -> UnsupportedProblem:
 
 def forward_workspace(problem: AttentionProblem, geometry: Geometry) -> dict[str, int]:
     """Elements of the fp32 tensors that :func:`fa1_forward_plan` needs, by their names in the call; uninitialised."""
-    rows = _rows(problem, geometry)
-    return {
-        "out_accum": rows * rounded_head_dims(problem.head_dim, problem.head_dim_v)[1],
-        "row_max": rows,
-        "row_sum": rows,
-    }
+    return {"out_accum": _rows(problem, geometry) * rounded_head_dims(problem.head_dim, problem.head_dim_v)[1]}
 
 
 def _rows(problem: AttentionProblem, geometry: Geometry) -> int:
@@ -156,7 +151,7 @@ def _rows(problem: AttentionProblem, geometry: Geometry) -> int:
 
 
 def fa1_forward_plan(problem: AttentionProblem, geometry: Geometry, device: torch.device) -> Plan:
-    """Reads q, k, v and what the problem names; writes out and lse, by way of the workspaces."""
+    """Reads q, k, v and what the problem names; writes out, lse, row_max and row_sum, by way of the workspaces."""
     config = forward_config(problem, device_arch(device))
     entries = geometry.batch + 1 if problem.varlen else geometry.batch  # one more: the rows beyond the last offset
     return Plan([(config, entries * geometry.num_heads)], attention_params(geometry, problem), device)

@@ -89,9 +89,9 @@ class _Attention(torch.autograd.Function):
         deterministic: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """bias and sinks are those of ``call.extras``, named here for their gradients."""
-        out, lse = execute.forward(call, need_lse=True)
+        out, lse, statistics = execute.forward_for_backward(call)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *call.extras.values())
+        ctx.save_for_backward(q, k, v, out, lse, statistics, *call.extras.values())
         ctx.names, ctx.options, ctx.deterministic = tuple(call.extras), call.options, deterministic
         return out, lse
 
@@ -99,9 +99,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             custom_ops.refuse_second_derivative(ctx)
-        q, k, v, out, lse, *others = ctx.saved_tensors
+        q, k, v, out, lse, statistics, *others = ctx.saved_tensors
         call = Call(q, k, v, dict(zip(ctx.names, others, strict=True)), ctx.options)
         needs = ctx.needs_input_grad[:5]
         if custom_ops.in_functorch() or custom_ops.is_batched(dout) or custom_ops.is_batched(dlse):
-            return (*custom_ops.backward(call, out, lse, dout, dlse, needs, ctx.deterministic), None, None)
-        return (*execute.backward(call, out, lse, dout, dlse, needs=needs, deterministic=ctx.deterministic), None, None)
+            return (*custom_ops.backward(call, out, lse, statistics, dout, dlse, needs, ctx.deterministic), None, None)
+        found = execute.backward(call, out, lse, statistics, dout, dlse, needs=needs, deterministic=ctx.deterministic)
+        return (*found, None, None)

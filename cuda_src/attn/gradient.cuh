@@ -9,26 +9,62 @@
 
 namespace hfc {
 
-// Scores become probabilities exp(score - lse); rows without keys have lse = -inf and only hidden scores. kClamp: scores of rows
-// beyond the end, which stand for nothing, may be large (a negative ALiBi slope) and would be infinite.
-template <typename Element, bool kClamp, int kM, int kN>
-__device__ __forceinline__ void probabilities_from(float (&scores)[kM][kN][4], const float (&lse)[2 * kM], float scale) {
-  constexpr float kLarge = 16777216.0f;  // 2^24: from here on the rounding of lse shows in the exponent
+// A warp's rows in lse's layout.
+struct StatisticRows {
+  int64 first;  // index of the tile's first row
+  int count;    // rows from there on that exist
+};
+
+// Scores become probabilities from the two parts of lse, exp2(score - row_max) / row_sum, as the forward pass had them.
+template <typename Element, bool kScaleFirst, int kM, int kN>
+__device__ __forceinline__ void probabilities_by_parts(float (&scores)[kM][kN][4], const float (&lse)[2 * kM], float scale,
+                                                       const AttentionParams& params, StatisticRows rows) {
+  constexpr float kLarge = 16777216.0f;  // 2^24: where the forward pass scales first, too
+#pragma unroll
+  for (int i = 0; i < 2 * kM; ++i) {
+    const int row = row_of(i / 2, i % 2 * 2);
+    const bool sees = row < rows.count && lse[i] != bits_float(0xff800000u);
+    const float maximum = sees ? params.row_max[rows.first + row] : 0.0f;
+    const float inverse = sees ? 1.0f / params.row_sum[rows.first + row] : 1.0f;
+    const bool scale_first = kScaleFirst || abs_float(maximum) > kLarge;
+#pragma unroll
+    for (int j = 0; j < kN; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& score = scores[i / 2][j][i % 2 * 2 + e];
+        const float difference = scale_first ? multiply(score, scale) - maximum : fused_multiply_add(score, scale, -maximum);
+        score = exp2_fast<Element>(difference) * inverse;
+      }
+  }
+}
+
+// Scores become probabilities exp(score - lse); rows without keys have lse = -inf and only hidden scores. Where the rounding of
+// lse would show, its parts are read instead. kScaleFirst: the forward pass scaled all scores before their maximum was taken.
+template <typename Config, bool kScaleFirst, int kM, int kN>
+__device__ __forceinline__ void probabilities_from(float (&scores)[kM][kN][4], const float (&lse)[2 * kM], float scale,
+                                                   const AttentionParams& params, StatisticRows rows) {
+  using Element = typename Config::Element;
+  constexpr float kRounded = sizeof(Element) == 4 ? -1.0f : 512.0f;  // 2^9: from here on p may be off by 2^-15
   float lse_log2[2 * kM];
   bool large = false;
 #pragma unroll
   for (int row = 0; row < 2 * kM; ++row) {
     lse_log2[row] = lse[row] == bits_float(0xff800000u) ? 0.0f : lse[row] * (1.0f / kLn2);
-    large |= abs_float(lse_log2[row]) > kLarge;
+    large |= abs_float(lse_log2[row]) > kRounded;
   }
+  if (warp_any(large)) {
+    probabilities_by_parts<Element, kScaleFirst>(scores, lse, scale, params, rows);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kM; ++i)
+    for (int i = 0; i < kM; ++i)
 #pragma unroll
-    for (int j = 0; j < kN; ++j)
+      for (int j = 0; j < kN; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        scores[i][j][e] = exp2_fast<Element>(fused_multiply_add(scores[i][j][e], scale, -lse_log2[2 * i + e / 2]));
-  if (kClamp || warp_any(large)) for_each_score(scores, [](float p) { return p > 1.0f ? 1.0f : p; });
+        for (int e = 0; e < 4; ++e)
+          scores[i][j][e] = exp2_fast<Element>(fused_multiply_add(scores[i][j][e], scale, -lse_log2[2 * i + e / 2]));
+  }
+  // Scores of rows beyond the end, which stand for nothing, may be large (a negative ALiBi slope) and would be infinite.
+  if constexpr (Config::kAlibi) for_each_score(scores, [](float p) { return p > 1.0f ? 1.0f : p; });
 }
 
 // Keys inside the window's range that no row may see.

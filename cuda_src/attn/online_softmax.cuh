@@ -65,7 +65,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) factors[row] = factor;
     if (sink != nullptr) {
-      const float logit = *sink * (1.0f / kLn2);
+      const float logit = sink_score(*sink);
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         const float raised = max_float(reference[row], logit);

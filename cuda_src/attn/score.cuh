@@ -26,9 +26,10 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kM][kN][4], Chang
       for (int e = 0; e < 4; ++e) scores[i][j][e] = change(scores[i][j][e]);
 }
 
+// Rounded, so that the difference to a maximum of these scores is exact.
 template <int kM, int kN>
 __device__ __forceinline__ void scale_scores(float (&scores)[kM][kN][4], float scale) {
-  for_each_score(scores, [&](float score) { return score * scale; });
+  for_each_score(scores, [&](float score) { return multiply(score, scale); });
 }
 
 // tanh(y) = 1 - 2 / (1 + e^2y), which cancels for small y: for fp32 a Taylor polynomial takes |y| < 0.3.
@@ -96,6 +97,12 @@ __device__ __forceinline__ float read_bias(const Bias* element) {
     return to_float<Bias>(element->bits);
   else
     return *element;
+}
+
+// A sink as a score of base 2, bounded as a bias is.
+__device__ __forceinline__ float sink_score(float sink) {
+  constexpr float kMost = 1e38f;
+  return (sink > kMost ? kMost : sink) * (1.0f / kLn2);
 }
 
 // Scores of base 2 lie within fp32 only if those of base e are 1.44 times smaller: a huge bias (the least finite number of

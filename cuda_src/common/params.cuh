@@ -28,8 +28,8 @@ struct AttentionParams {
   float* delta;               // rowsum(dout * out) - dlse, lse's shape and strides
   float* dq_accum;            // fp32 sums of dq: FA2 in the order of dq_accum.cuh, FA1 as out_accum with head_dim
   float* out_accum;           // FA1: O in fp32, (batch, num_heads, seqlen_q, head_dim_v), rows padded to kHeadDimV
-  float* row_max;             // FA1: m, lse's shape and strides, base 2
-  float* row_sum;             // FA1: l, lse's shape and strides
+  float* row_max;             // m of each row, lse's shape and strides, base 2; or null (FA1: never)
+  float* row_sum;             // l of each row, the sum of 2^(score - m)
   const uint8* mask;          // (batch, num_heads, seqlen_q, seqlen_k), non-zero = attend; stride 0 broadcasts
   const int* key_intervals;   // (batch, num_heads, seqlen_q, 2): row i attends lo <= j < hi; stride 0 broadcasts
   const int* cu_seqlens_q;    // (batch + 1), null unless varlen

@@ -178,7 +178,10 @@ class Fa1Backward {
       if constexpr (Traits::kHoles) columns = seen_columns(p);
       float lse[2 * kM], delta[2 * kM];
       load_rows_of(lse, shared_.lse(stage));
-      probabilities_from<Element, Config::kAlibi>(p, lse, scale);                                            // line 13
+      const int64 first_of_head =
+          seqlen_.batch * params_.lse_batch_stride + visit.head * params_.lse_head_stride + seqlen_.first_q;
+      probabilities_from<Config, true>(p, lse, scale, params_,
+                                       {first_of_head + first_row, seqlen_.seqlen_q - first_row});  // line 13
       gemm_transposed<Multiply>(ds, shared_.dout(stage), score_row, shared_.v(), warp_key);  // line 17
       load_rows_of(delta, shared_.delta(stage));
       gradient.finish(ds, p, delta, params_.softmax_scale);  // lines 14, 15, 18, 20

@@ -189,7 +189,7 @@ class Fa1Forward {
   __device__ __forceinline__ RowState initial_state() const {
     const bool no_entry = Config::kVarlen && entry_ == params_.batch;  // the rows beyond the last offset
     if (params_.sinks == nullptr || no_entry) return {-kFloatMax, 0.0f};
-    const float sink = params_.sinks[head_] * (1.0f / kLn2);
+    const float sink = sink_score(params_.sinks[head_]);
     return {max_float(sink, -kFloatMax), sink < -kFloatMax ? 0.0f : 1.0f};
   }
 
@@ -208,13 +208,14 @@ class Fa1Forward {
       const float inverse = state.sum == 0.0f ? 0.0f : 1.0f / state.sum;
       factors[half] = {old * inverse, fresh * inverse * (Config::kDropout ? params_.dropout_scale : 1.0f)};
       if (shared_.partials().own_column_tile() != 0 || lane_id() % 4 != 0 || row >= seqlen_.seqlen_q) continue;
-      if (last) {
-        store_lse(row, state);
-      } else {
-        params_.row_max[first_row_number_ + row] = state.max;
-        params_.row_sum[first_row_number_ + row] = state.sum;
-      }
+      store_state(row, state);
+      if (last) store_lse(row, state);
     }
+  }
+
+  __device__ __forceinline__ void store_state(int row, RowState state) const {
+    params_.row_max[first_row_number_ + row] = state.max;
+    params_.row_sum[first_row_number_ + row] = state.sum;
   }
 
   // The logarithm of the denominator; -inf for a row without keys.
@@ -289,7 +290,9 @@ class Fa1Forward {
       for (int row = i * Traits::kBr; row < end; ++row) {
         for (int column = lane_id(); column < params_.head_dim_v; column += kWarpSize)
           out_[row * params_.out.row_stride + column] = Element{};
-        if (lane_id() == 0) store_lse(row, initial_state());
+        if (lane_id() != 0) continue;
+        store_state(row, initial_state());
+        store_lse(row, initial_state());
       }
     }
   }

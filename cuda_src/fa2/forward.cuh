@@ -153,11 +153,15 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, cons
   sync_threads();        // every warp has left q
   store_accumulator(shared.out(), warp_row, out);
   if (params.lse != nullptr && first_column == 0 && lane_id() % 4 == 0) {
-    float* lse = params.lse + seqlen.batch * params.lse_batch_stride + head * params.lse_head_stride + seqlen.first_q;
+    const int64 first = seqlen.batch * params.lse_batch_stride + head * params.lse_head_stride + seqlen.first_q;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int row = first_row + warp_row + row_of(i / 2, i % 2 * 2);
-      if (row < seqlen.seqlen_q) lse[row] = softmax.lse(i);
+      if (row >= seqlen.seqlen_q) continue;
+      params.lse[first + row] = softmax.lse(i);
+      if (params.row_max == nullptr) continue;
+      params.row_max[first + row] = softmax.reference[i];  // the parts that lse, one number, rounds: for the backward pass
+      params.row_sum[first + row] = softmax.sum[i];
     }
   }
   sync_threads();

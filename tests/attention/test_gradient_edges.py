@@ -140,3 +140,71 @@ def test_the_interface_names_its_arguments(device: torch.device) -> None:
 def test_a_missing_dependency_travels_between_processes() -> None:
     error = pickle.loads(pickle.dumps(MissingDependency("No compiler.", "apt install g++")))
     assert (str(error), error.mend) == ("No compiler. To mend: apt install g++", "apt install g++")
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e7, 1e9])
+def test_large_logits(
+    device: torch.device, size: float, dtype: torch.dtype, deterministic: bool, algorithm: str
+) -> None:
+    """Probabilities are those of the forward pass, however far from one number lse is: equal keys share dv evenly."""
+    rows, keys = 20, 70
+    q = torch.ones(1, rows, 1, 16, device=device, dtype=dtype)
+    k, v = (
+        torch.ones(1, keys, 1, 16, device=device, dtype=dtype),
+        check.randn(1, keys, 1, 16, dtype=dtype, device=device),
+    )
+    given = [x.requires_grad_() for x in (q, k, v)]
+    for sign in (1, -1):
+        out = flash_attention(
+            *given, softmax_scale=sign * size * 1.1 / 16, deterministic=deterministic, algorithm=algorithm
+        )
+        dv = torch.autograd.grad(out.sum(), v)[0]
+        torch.testing.assert_close(dv, torch.full_like(dv, rows / keys), rtol=2e-3, atol=0)
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("value", [-1e9, torch.finfo(torch.float32).min, 1e9])
+def test_rows_of_one_huge_bias(device: torch.device, value: float, algorithm: str) -> None:
+    """Models write -1e9 for "hidden": a row that has nothing else weighs its keys evenly, in its gradients, too."""
+    q, k, v = qkv(device, 5, 40)
+    bias = torch.zeros(1, 1, 5, 40, device=device)
+    bias[0, 0, 2] = value
+    bias.requires_grad_()
+    out = flash_attention(q, k, v, bias=bias, algorithm=algorithm)
+    dout = torch.zeros_like(out)
+    dout[:, 2] = 1
+    dv = torch.autograd.grad(out, v, dout)[0]
+    torch.testing.assert_close(dv, torch.full_like(dv, 1 / 40), rtol=1e-4, atol=0)
+
+
+@ALGORITHMS
+def test_fp32_logits_of_hundreds(device: torch.device, algorithm: str) -> None:
+    given = check.qkv(1, 65, 129, 2, 64, dtype=FP32, device=device)
+    given[0].mul_(60)
+    given = [x.requires_grad_() for x in given]
+    dout = check.randn(*given[0].shape, dtype=FP32, device=device, seed=9)
+    truth = torch.autograd.grad(attention_reference(*given)[0], given, dout.double())
+    eager = torch.autograd.grad(check.eager_attention(*given)[0], given, dout)
+    ours = torch.autograd.grad(flash_attention(*given, algorithm=algorithm), given, dout)
+    for mine, theirs, exact in zip(ours, eager, truth, strict=True):
+        assert (mine - exact).abs().max() <= 3 * (theirs - exact).abs().max() + 4 * 2**-23 * exact.abs().max()
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("sink", [3e38, torch.inf, -3e38, -torch.inf])
+def test_huge_sinks(device: torch.device, sink: float, algorithm: str) -> None:
+    given = qkv(device)
+    sinks = torch.full((2,), sink, device=device, requires_grad=True)
+    out, lse = flash_attention(*given, sinks=sinks, return_lse=True, algorithm=algorithm)
+    gradients = torch.autograd.grad(out.sum(), (*given, sinks))
+    if sink > 0:
+        assert not out.any()
+        assert not any(x.any() for x in gradients)
+        assert (lse > 9e37).all()
+    else:
+        plain = flash_attention(*given, algorithm=algorithm)
+        assert torch.equal(out, plain)
+        assert all(x.isfinite().all() for x in gradients)

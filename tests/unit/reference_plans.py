@@ -54,12 +54,17 @@ class ForwardPlan:
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
 
-    def __call__(self, *, out: Tensor, lse: Tensor | None, **tensors: Any) -> None:
+    def __call__(
+        self, *, out: Tensor, lse: Tensor | None, row_max: Tensor | None, row_sum: Tensor | None, **tensors: Any
+    ) -> None:
         assert tensors.get("bias") is None or tensors["bias"].dtype in (tensors["q"].dtype, torch.float32)
         result, result_lse = attend(self.geometry, tensors)
         out.copy_(result)
         if lse is not None:
             lse.copy_(result_lse)
+        if row_max is not None and row_sum is not None:
+            row_max.copy_(result_lse)
+            row_sum.fill_(1)
 
 
 class BackwardPlan:

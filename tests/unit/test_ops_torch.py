@@ -170,10 +170,11 @@ def test_forward_operator(name: str) -> None:
 @pytest.mark.parametrize("needs", [[True] * 5, [True, False, True, False, False], [False] * 3 + [False, True]], ids=str)
 def test_backward_operator(needs: list[bool]) -> None:
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in CHECKED["all"]]
-    out, lse = FORWARD(*arguments)
+    out, lse, statistics = FORWARD(*arguments)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(BACKWARD, (torch.ones_like(out), None, out, lse, needs, *arguments), test_utils=tests)
-    torch.library.opcheck(BACKWARD, (None, torch.ones_like(lse), out, lse, needs, *arguments), test_utils=tests)
+    saved = (out, lse, statistics)
+    for gradients in ((torch.ones_like(out), None), (None, torch.ones_like(lse))):
+        torch.library.opcheck(BACKWARD, (*gradients, *saved, needs, *arguments), test_utils=tests)
 
 
 class TestFunctorch:

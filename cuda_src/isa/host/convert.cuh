@@ -24,6 +24,8 @@ __device__ __forceinline__ float max_float(float a, float b) { return a >= b || 
 __device__ __forceinline__ float abs_float(float x) { return x < 0.0f ? -x : x; }
 
 __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// g++ would make one FMA of a product and the sum it goes into.
+__device__ __forceinline__ float multiply(float a, float b) { return __builtin_fmaf(a, b, -0.0f); }
 
 inline float natural_log(float x) { return std::log(x); }
 __device__ __forceinline__ float reciprocal_fast(float x) { return 1.0f / x; }

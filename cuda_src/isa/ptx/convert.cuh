@@ -14,6 +14,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 __device__ __forceinline__ float max_float(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ float abs_float(float x) { return fabsf(x); }
 __device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a, b); }  // rounded: never part of an FMA
 
 __device__ __forceinline__ uint32 float_bits(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float bits_float(uint32 x) { return __uint_as_float(x); }
