@@ -130,10 +130,11 @@ def describe(call: Call) -> tuple[AttentionProblem, Geometry]:
         alibi_batch_stride=checks.alibi_batch_stride(extras.get("alibi_slopes"), entries, num_heads, q.device),
         dropout_p=float(options.dropout_p),
     )
-    return _problem(q, k, v, extras, options, scale), geometry
+    return problem_of(q, k, v, extras, options, scale), geometry
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, scale: float) -> AttentionProblem:
+def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, scale: float) -> AttentionProblem:
+    """What of a checked call decides which kernel runs; q, k and v have four dimensions."""
     bias = extras.get("bias")
     varlen = "cu_seqlens_q" in extras
     return AttentionProblem(

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import fa1, fa2_backward, plans
+from . import decode, fa1, fa2_backward, plans, sm90
 from .call import Call, describe, is_vector, plan_key
+from .launch import device_arch
 from .plans import Plan
 
 _MAX_PLANS = 4096
@@ -45,7 +46,7 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None
 
 
-def _prepared(key: Hashable, make: Callable[[], Any]) -> Any:
+def prepared_for(key: Hashable, make: Callable[[], Any]) -> Any:
     """What this thread made for ``key``: a plan owns the buffer its parameters travel in, so threads share none."""
     try:
         known: dict[Hashable, Any] = _local.prepared
@@ -66,10 +67,19 @@ def _prepare(call: Call) -> Prepared:
     leading = () if problem.varlen else (batch,)
     has_work = batch * rows * heads > 0 and (geometry.seqlen_k > 0 or problem.varlen)
     is_fa1 = problem.algorithm == "fa1"
-    make_plan = fa1.fa1_forward_plan if is_fa1 else plans.forward_plan
+    plan: Any = None
+    workspaces: dict[str, int] = {}
+    if has_work and decode.serves(problem, geometry, device_arch(call.q.device)):
+        plan, workspaces = decode.decode_plan(problem, geometry, call.q.device)
+    elif has_work and not is_fa1 and (hopper := sm90.select_on(call.q.device, problem, geometry)) is not None:
+        plan = sm90.ForwardSm90Plan(hopper, problem, geometry, call.q.device)
+    elif has_work:
+        make_plan = fa1.fa1_forward_plan if is_fa1 else plans.forward_plan
+        plan = make_plan(problem, geometry, call.q.device)
+        workspaces = fa1.forward_workspace(problem, geometry) if is_fa1 else {}
     return Prepared(
-        plan=make_plan(problem, geometry, call.q.device) if has_work else None,
-        workspaces=fa1.forward_workspace(problem, geometry) if is_fa1 else {},
+        plan=plan,
+        workspaces=workspaces,
         out_shape=(*leading, rows, heads, geometry.head_dim_v),
         lse_shape=(*leading, heads, rows),
     )
@@ -98,7 +108,7 @@ def _forward(call: Call, need_lse: bool, need_statistics: bool) -> tuple[Tensor,
     if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
         with torch.cuda.device(q.device):
             return _forward(call, need_lse, need_statistics)
-    prepared: Prepared = _prepared(plan_key(call), lambda: _prepare(call))
+    prepared: Prepared = prepared_for(plan_key(call), lambda: _prepare(call))
     plan, workspaces, out_shape, lse_shape = prepared
     out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if need_lse else None
@@ -209,7 +219,7 @@ def _run_backward(
     """Fills dq, dk, dv and ``dbias``; returns delta, of lse's shape."""
     alignment = (out.data_ptr() | dout.data_ptr()) % 16
     key = (plan_key(call), dout.stride(), alignment, deterministic)
-    prepared: PreparedBackward = _prepared(key, lambda: _prepare_backward(call, out, dout, deterministic))
+    prepared: PreparedBackward = prepared_for(key, lambda: _prepare_backward(call, out, dout, deterministic))
     q, k, v, extras, _ = call
     dq, dk, dv = gradients
     delta = torch.empty_like(lse)

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from . import dispatch, fa1, functional
+from . import decode, dispatch, fa1, functional, sm90
 from .call import Call, Options, describe, extras, uses_tf32
 from .errors import MissingDependency
 from .jit import host_compiler
 from .launch import device_arch
 from .plans import Geometry
-from .problem import AttentionProblem
+from .problem import AttentionProblem, KernelConfig
 
 
 def explanation(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
@@ -27,7 +27,16 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     asked = Options(**{name: given[name] for name in names}, tf32=uses_tf32(q))
     beside = extras(q, **{name: given[name] for name in ("mask", "key_intervals", "bias", "alibi_slopes", "sinks")})
     problem, geometry = describe(Call(q, k, v, beside, asked))
-    return "\n".join(_lines(problem, geometry, device_arch(q.device)))
+    arch = device_arch(q.device)
+    if decode.serves(problem, geometry, arch):
+        return "\n".join(_decode_lines(problem, geometry, arch, decode.multiprocessors(q.device)))
+    lines = list(_lines(problem, geometry, arch))
+    if problem.algorithm == "fa2" and sm90.serves(q.device):
+        if (config := sm90.select(problem, geometry)) is not None:
+            lines = list(_hopper_lines(problem, geometry, config))
+        else:
+            lines.append(f"not sm_90a     {sm90.refusal(problem, geometry)}")
+    return "\n".join(lines)
 
 
 def _lines(problem: AttentionProblem, geometry: Geometry, arch: str) -> Iterator[str]:
@@ -38,8 +47,6 @@ def _lines(problem: AttentionProblem, geometry: Geometry, arch: str) -> Iterator
     blocks = 1 if whole_head else -(-geometry.seqlen_q // tile.block_m)
     share = f"{tile.block_n // tile.num_warps} keys" if whole_head else f"{tile.block_m // tile.num_warps} rows"
     rows = geometry.batch * geometry.num_heads * geometry.seqlen_q
-    keys = geometry.batch * geometry.num_heads_k * geometry.seqlen_k
-    traffic = (rows + keys) * (geometry.head_dim + geometry.head_dim_v) * (4 if problem.dtype == "fp32" else 2)
     yield f"kernel         {config.name}"
     if arch == "host" and (missing := _missing_compiler()):
         yield f"               not runnable here, plain PyTorch operations serve the call: {missing}"
@@ -54,11 +61,71 @@ def _lines(problem: AttentionProblem, geometry: Geometry, arch: str) -> Iterator
     total = blocks * geometry.num_heads * geometry.batch
     yield f"grid           {grid} = {total} thread blocks of {config.num_threads} threads"
     yield f"shared memory  {config.shared_bytes} bytes a thread block"
-    yield f"device memory  at least {traffic} bytes: q, k, v read once, out written once"
+    yield f"device memory  at least {_traffic(problem, geometry)} bytes: q, k, v read once, out written once"
     if whole_head:
         visit = 8 * rows * (geometry.head_dim_v + 2)
         yield f"               and {visit} bytes for each block of keys: O, l, m read and written"
     yield f"why            the preferred tile for {problem.dtype} at this head size that fits sm_{arch}"
+
+
+def _hopper_lines(problem: AttentionProblem, geometry: Geometry, config: KernelConfig) -> Iterator[str]:
+    """The same for the kernel of compute capability 9.0."""
+    tile = config.tile
+    assert tile is not None
+    of_head, total = sm90.num_tiles(geometry, tile)
+    rows = sm90.UNIT_ROWS
+    yield f"kernel         {config.name}"
+    yield f"problem        {problem}"
+    yield (
+        f"tile           {tile.block_m} rows × {tile.block_n} keys, {tile.block_m // rows} warpgroups of {rows} rows "
+        f"and one that loads, {tile.stages} stages"
+    )
+    yield f"tiles          {of_head} × {geometry.num_heads} heads × {geometry.batch} = {total}, dealt while they run"
+    yield f"grid           one thread block of {config.num_threads} threads a multiprocessor, at most one a tile"
+    yield f"shared memory  {config.shared_bytes} bytes a thread block"
+    yield f"device memory  at least {_traffic(problem, geometry)} bytes: q, k, v read once, out written once"
+    yield "why            compute capability 9.0, and nothing asked for that only the mma.sync kernel does"
+
+
+def _traffic(problem: AttentionProblem, geometry: Geometry) -> int:
+    """Bytes of q, k, v and out."""
+    rows = geometry.batch * geometry.num_heads * geometry.seqlen_q
+    keys = geometry.batch * geometry.num_heads_k * geometry.seqlen_k
+    return (rows + keys) * (geometry.head_dim + geometry.head_dim_v) * (4 if problem.dtype == "fp32" else 2)
+
+
+def _decode_lines(problem: AttentionProblem, geometry: Geometry, arch: str, multiprocessors: int) -> Iterator[str]:
+    """The same for few rows against many keys."""
+    config = decode.decode_config(problem, arch, decode.packed_rows(geometry))
+    tile = config.tile
+    assert tile is not None
+    splits = decode.splits_of(config, geometry, multiprocessors, None)
+    size = 4 if problem.dtype == "fp32" else 2
+    rows = geometry.batch * geometry.num_heads * geometry.seqlen_q
+    keys = geometry.batch * geometry.num_heads_k * decode.reachable_keys(geometry)
+    yield f"kernel         {config.name}"
+    if splits.num_splits > 1:
+        yield f"               {decode.combine_config(problem, arch).name}"
+    if arch == "host" and (missing := _missing_compiler()):
+        yield f"               not runnable here, plain PyTorch operations serve the call: {missing}"
+    yield f"problem        {problem}"
+    yield (
+        f"tile           {tile.block_m} rows (query rows × heads of a group) × {tile.block_n} keys, {tile.num_warps} "
+        f"warps of {tile.block_n // tile.num_warps} keys, {tile.stages} stages"
+    )
+    yield (
+        f"grid           {splits.row_blocks} row blocks × {geometry.num_heads_k} heads of keys × {geometry.batch} × "
+        f"{splits.num_splits} splits = {splits.thread_blocks} thread blocks of {config.num_threads} threads"
+    )
+    yield f"shared memory  {config.shared_bytes} bytes a thread block"
+    traffic = (rows + keys) * (geometry.head_dim + geometry.head_dim_v) * size
+    yield f"device memory  at least {traffic} bytes: k and v read once for all heads of a group"
+    if parts := sum(decode.workspace(problem, geometry, splits.num_splits).values()):
+        yield f"               and {8 * parts} bytes of the splits' parts, written and read"
+    yield (
+        f"why            {decode.packed_rows(geometry)} packed rows, {geometry.seqlen_k} keys: the keys are split over "
+        f"{multiprocessors} multiprocessors of {tile.min_blocks} thread block(s) each"
+    )
 
 
 def _missing_compiler() -> str:

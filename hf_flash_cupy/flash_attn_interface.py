@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, dropout_mask, functional
-from .call import Call, Options, extras
+from . import checks, dropout_mask, functional, kvcache, rotary
+from .call import Call, Options, extras, uses_tf32
 from .errors import UnsupportedProblem
 from .reference import attention_reference
 
@@ -197,10 +197,46 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Refused by name: this version has no kernel that appends to a key-value cache."""
-    raise UnsupportedProblem(
-        "flash_attn_with_kvcache is not supported by this version. Append to the cache with torch and call "
-        "flash_attn_func on the filled part."
+    """Attention of q (batch, seqlen_q, num_heads, head_dim) to a cache, after k and v were appended in place.
+
+    k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_k, head_dim), or with block_table pages (num_blocks,
+    page_size, num_heads_k, head_dim), page_size a multiple of 16.
+    k, v: (batch, seqlen_new, num_heads_k, head_dim), written behind the first cache_seqlens keys; what does not fit is
+    left out.
+    rotary_cos, rotary_sin: (positions, rotary_dim / 2): k is turned from position cache_seqlens on; q too if causal or
+    with a window, else all of it at cache_seqlens. rotary_interleaved: pairs are neighbours, not rotary_dim / 2 apart.
+    cache_seqlens: an integer or int32 (batch,): keys in the cache; needed with k.
+    cache_batch_idx: int32 (batch,): which entry of the cache is whose; not with block_table.
+    cache_leftpad: int32 (batch,): where the keys of an entry begin; not with block_table.
+    block_table: int32 (batch, pages). num_splits: parts of the keys; 0 = chosen by the sizes.
+    Returns out like q, or with return_softmax_lse (out, softmax_lse). The rest are the module's. No gradient.
+    """
+    lengths = {
+        "cache_seqlens": cache_seqlens,
+        "block_table": block_table,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+    }
+    call = functional.cache_call(q, k_cache, v_cache, k, v, lengths, alibi_slopes=alibi_slopes)
+    options = _options(0.0, softmax_scale, causal, window_size, softcap)
+    call = call._replace(options=options._replace(tf32=uses_tf32(call.q)))
+    if rotary.check(rotary_cos, rotary_sin, call.q, k is not None):
+        call = _rotated(call, rotary_cos, rotary_sin, rotary_interleaved)
+    out, lse = kvcache.forward(call, num_splits or None, need_lse=return_softmax_lse)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _rotated(call: Call, cos: Any, sin: Any, interleaved: bool) -> Call:
+    """The call with queries and new keys turned to their positions."""
+    first = call.extras["cache_seqlens"].long()[:, None]  # (batch, 1)
+    places = torch.arange(max(call.q.shape[1], call.extras["k_new"].shape[1]), device=call.q.device)
+    positions = first + places  # (batch, seqlen)
+    local = call.options.causal or call.options.window_size != (-1, -1)
+    of_q = positions[:, : call.q.shape[1]] if local else first.expand(-1, call.q.shape[1])
+    k_new = call.extras["k_new"]
+    return call._replace(
+        q=rotary.rotate(call.q, cos, sin, of_q, interleaved),
+        extras=call.extras | {"k_new": rotary.rotate(k_new, cos, sin, positions[:, : k_new.shape[1]], interleaved)},
     )
 
 

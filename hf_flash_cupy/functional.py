@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, dlpack, ops
-from .call import Call, Options, extras
+from . import checks, dlpack, kvcache, ops
+from .call import Call, Options, extras, uses_tf32
 from .errors import MissingDependency
 from .reference import attention_reference, varlen_reference
 
@@ -136,6 +136,89 @@ def flash_attention_varlen(
     beside["cu_seqlens_q"], beside["cu_seqlens_k"] = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     out, lse = attend(Call(q, k, v, beside, options), deterministic, need_lse=return_lse)
     return (out, lse) if return_lse else out
+
+
+def flash_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention to a cache of keys and values, to which new ones are appended in place first; for inference.
+
+    Keys are split among thread blocks and their results combined (Dao et al. 2023, Flash-Decoding). Nothing waits for
+    the GPU, so lengths that grow on the device suit CUDA graphs.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), float16, bfloat16 or float32.
+        k_cache: (batch or 1, seqlen_cache, num_heads_k, head_dim); with block_table (num_blocks, page_size,
+            num_heads_k, head_dim), page_size a multiple of 16. Any strides, the last 1.
+        v_cache: the same with head_dim_v, in k_cache's dtype.
+        k, v: (batch, seqlen_new, num_heads_k, head_dim or head_dim_v): written behind the first cache_seqlens[i] keys
+            of entry i; what does not fit is left out.
+        cache_seqlens: how many keys each entry has before k is appended: int32 (batch,) on q's device, or one number
+            for all; None = the whole cache. Needed with k and v. Keys beyond are never read, whatever they hold. An
+            entry of a negative length only fills up the batch: it has no keys, and nothing is appended.
+        block_table: int32 (batch, max_blocks): the pages of each entry's cache in order.
+        causal, window_size: as in :func:`flash_attention`, aligned at the bottom right of the new length.
+        softmax_scale, softcap, sinks: as in :func:`flash_attention`.
+        num_splits: into how many parts the keys are split, 1 to 256; None = chosen by the sizes. The result's bits
+            depend on it, and for a given number not on the batch.
+        return_lse: also return the natural-log log-sum-exp of each row's scores, sinks included.
+
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim_v) in the caches' dtype; with ``return_lse`` also lse (batch,
+        num_heads, seqlen_q), float32. Rows that see no key: out 0, lse −inf (= the sink, if there is one).
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype or device, naming the argument.
+        UnsupportedProblem: what no kernel can do; gradients among it.
+    """
+    lengths = {"cache_seqlens": cache_seqlens, "block_table": block_table}
+    call = cache_call(q, k_cache, v_cache, k, v, lengths, sinks=sinks)
+    options = Options(causal, checks.pair(window_size), softmax_scale, softcap, tf32=uses_tf32(call.q))
+    out, lse = kvcache.forward(call._replace(options=options), num_splits, need_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+def cache_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    lengths: dict[str, Any],
+    *,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Call:
+    """The call, without options, of tensors as kernels read them; ``lengths``: cache_seqlens and what else is given."""
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'} is None: k and v are appended together.")
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | ({} if k is None else {"k": k, "v": v})
+    kvcache.check_tensors(given)
+    cache_seqlens = lengths["cache_seqlens"]
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens is None: where k and v are to be appended is needed.")
+    if isinstance(cache_seqlens, int):
+        lengths = lengths | {"cache_seqlens": kvcache.same_length(cache_seqlens, q, k_cache, k, lengths["block_table"])}
+    lengths = {name: x for name, x in lengths.items() if x is not None}
+    checks.are_tensors(lengths)
+    q, *news = (x.to(v_cache.dtype) for x in (q, k, v) if x is not None)
+    q, *news = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, *news))
+    beside = extras(q, alibi_slopes=alibi_slopes, sinks=sinks) | {name: x.contiguous() for name, x in lengths.items()}
+    return Call(q, k_cache, v_cache, beside | dict(zip(("k_new", "v_new"), news, strict=False)), Options())
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:

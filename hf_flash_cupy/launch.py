@@ -96,6 +96,12 @@ class Launcher:
     def _prepare_cuda(self, address: int, index: int) -> Callable[[], None]:
         from cupy_backends.cuda.api import driver, runtime  # here, not above: the package works without CuPy
 
+        if torch.cuda.is_current_stream_capturing() and not module.is_loaded(self.config, index):
+            raise RuntimeError(
+                f"{self.config.name} is needed for the first time while a CUDA graph is being captured: a kernel can "
+                "neither be compiled nor loaded there. Call attention once before the capture with inputs of the same "
+                "shapes, dtypes and options (backward too, if it is captured), then capture."
+            )
         kernel = module.get_kernel(self.config, index)
         # CuPy's wrappers cost 4 µs more than the driver call, a DLPack view of one tensor 29 µs: the struct holds the
         # same pointers, shapes and strides.

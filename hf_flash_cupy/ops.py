@@ -18,6 +18,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def attention(call: Call, deterministic: bool | None, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     """``out`` and ``lse`` (or None). ``deterministic`` as in :func:`hf_flash_cupy.flash_attention`."""
     transformed = _is_transformed(call)
+    if transformed and not torch.compiler.is_compiling():
+        _refuse_distributed(call)
     if "alibi_slopes" in call.extras and torch.is_grad_enabled() and call.extras["alibi_slopes"].requires_grad:
         custom_ops.refuse_slopes_gradient()
     if not transformed and call.q.dtype == torch.float32 and uses_tf32(call.q):
@@ -48,6 +50,15 @@ def _is_transformed(call: Call) -> bool:
         or not (type(call.q) in _PLAIN and type(call.k) in _PLAIN and type(call.v) in _PLAIN)
         or any(type(x) not in _PLAIN for x in call.extras.values())
     )
+
+
+def _refuse_distributed(call: Call) -> None:
+    for name, x in {"q": call.q, "k": call.k, "v": call.v, **call.extras}.items():
+        if hasattr(x, "placements"):
+            raise TypeError(
+                f"{name} is a DTensor: attention runs on the part that each process holds. Pass {name}.to_local(), "
+                'with the heads or the batch sharded, as the layers of tp_plan="auto" do.'
+            )
 
 
 def _refuse_tangents(call: Call) -> None:

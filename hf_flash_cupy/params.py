@@ -25,6 +25,8 @@ ATTENTION_PARAMS = np.dtype(
         ("dq", TENSOR_REF),
         ("dk", TENSOR_REF),
         ("dv", TENSOR_REF),
+        ("k_new", TENSOR_REF),
+        ("v_new", TENSOR_REF),
         ("lse", _POINTER),
         ("dlse", _POINTER),
         ("delta", _POINTER),
@@ -32,10 +34,17 @@ ATTENTION_PARAMS = np.dtype(
         ("out_accum", _POINTER),
         ("row_max", _POINTER),
         ("row_sum", _POINTER),
+        ("split_out", _POINTER),
+        ("split_max", _POINTER),
+        ("split_sum", _POINTER),
         ("mask", _POINTER),
         ("key_intervals", _POINTER),
         ("cu_seqlens_q", _POINTER),
         ("cu_seqlens_k", _POINTER),
+        ("cache_seqlens", _POINTER),
+        ("cache_batch_idx", _POINTER),
+        ("cache_leftpad", _POINTER),
+        ("block_table", _POINTER),
         ("bias", _POINTER),
         ("dbias", _POINTER),
         ("alibi_slopes", _POINTER),
@@ -55,6 +64,7 @@ ATTENTION_PARAMS = np.dtype(
         ("interval_head_stride", np.int64),
         ("interval_row_stride", np.int64),
         ("alibi_batch_stride", np.int64),
+        ("block_table_stride", np.int64),
         ("num_tiles", np.int64),
         ("batch", np.int32),
         ("num_heads", np.int32),
@@ -66,6 +76,10 @@ ATTENTION_PARAMS = np.dtype(
         ("num_m_blocks", np.int32),
         ("num_n_blocks", np.int32),
         ("heads_per_section", np.int32),
+        ("num_splits", np.int32),
+        ("seqlen_new", np.int32),
+        ("cache_batch", np.int32),
+        ("page_size", np.int32),
         ("window_left", np.int32),
         ("window_right", np.int32),
         ("bias_batch", np.int32),
@@ -81,4 +95,18 @@ ATTENTION_PARAMS = np.dtype(
     ]
 )
 
-PARAMS: dict[str, np.dtype[Any]] = {"AttentionParams": ATTENTION_PARAMS}
+TENSOR_MAP = np.dtype("V128")  # a CUtensorMap
+
+FORWARD_SM90_PARAMS = np.dtype(
+    [
+        *((name, TENSOR_MAP) for name in ("q", "k", "v", "out")),
+        ("attention", ATTENTION_PARAMS),
+        ("tile_counter", _POINTER),
+        ("padding", f"V{64 - (ATTENTION_PARAMS.itemsize + 8) % 64}"),  # maps are aligned to 64 bytes
+    ]
+)
+
+PARAMS: dict[str, np.dtype[Any]] = {
+    "AttentionParams": ATTENTION_PARAMS,
+    "ForwardSm90Params": FORWARD_SM90_PARAMS,
+}

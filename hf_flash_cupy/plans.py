@@ -56,7 +56,7 @@ def _pointer_words() -> dict[str, int]:
     return words
 
 
-_WORDS = _pointer_words()
+POINTER_WORDS = _pointer_words()
 _NUM_TILES = ATTENTION_PARAMS.fields["num_tiles"][1] // 8  # type: ignore[index]
 
 
@@ -75,7 +75,7 @@ class Plan:
         """Launches on torch's current stream; the tensors, by their names in the struct, have the plan's geometry."""
         words = self._words
         for name, tensor in tensors.items():
-            words[_WORDS[name]] = 0 if tensor is None else tensor.data_ptr()
+            words[POINTER_WORDS[name]] = 0 if tensor is None else tensor.data_ptr()
         for launcher in self.launchers:
             words[_NUM_TILES] = launcher.num_tiles
             launcher()
@@ -94,10 +94,15 @@ def forward_plan(problem: AttentionProblem, geometry: Geometry, device: torch.de
     num_m_blocks, num_tiles = row_blocks(geometry, problem, tile.block_m)
     params["num_m_blocks"] = num_m_blocks
     plan = Plan([(config, num_tiles * tile.v_chunks)], params, device)
+    explain_choice(problem, config, plan.launchers[0].grid)
+    return plan
+
+
+def explain_choice(problem: AttentionProblem, config: KernelConfig, grid: tuple[int, int]) -> None:
+    """Prints the kernel once a problem, if the user asked for that."""
     if env.explain() and problem not in _explained:
         _explained.add(problem)
-        print(f"hf_flash_cupy: {problem} -> {config.name}, first with grid {plan.launchers[0].grid}")
-    return plan
+        print(f"hf_flash_cupy: {problem} -> {config.name}, first with grid {grid}")
 
 
 def row_blocks(geometry: Geometry, problem: AttentionProblem, block_m: int) -> tuple[int, int]:

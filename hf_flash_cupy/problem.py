@@ -32,6 +32,7 @@ class AttentionProblem:
     dropout: bool = False  # dropout_p > 0
     algorithm: Algorithm = "fa2"
     deterministic: bool = False  # backward only: gradients bit-equal from run to run
+    paged: bool = False  # with a key-value cache only: k and v are pages
 
     @property
     def has_holes(self) -> bool:

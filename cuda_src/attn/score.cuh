@@ -142,10 +142,10 @@ __device__ __forceinline__ void add_bias(float (&scores)[kM][kN][4], const Atten
 }
 
 // Products q·k become modified scores; returns the positive factor that makes them logits of base 2. The softmax wants it
-// positive: hidden scores are -inf, and the maximum counts.
-template <typename Config, int kM, int kN>
+// positive: hidden scores are -inf, and the maximum counts. Tile: ScoreTile, or what else add_alibi and add_bias know.
+template <typename Config, int kM, int kN, typename Tile>
 __device__ __forceinline__ float modify_scores(float (&scores)[kM][kN][4], const AttentionParams& params,
-                                               const SeqlenInfo& seqlen, ScoreTile tile) {
+                                               const SeqlenInfo& seqlen, const Tile& tile) {
   float scale = params.score_scale_log2;
   if constexpr (Config::kSoftcap) cap_scores<typename Config::Element>(scores, params.softcap, params.softcap_inner);
   if constexpr (Config::kAlibi || Config::kBias) {

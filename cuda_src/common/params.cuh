@@ -23,6 +23,8 @@ struct AttentionParams {
   TensorRef dq;               // gradients by q, k, v, each of its tensor's shape
   TensorRef dk;
   TensorRef dv;
+  TensorRef k_new;            // (batch, seqlen_new, num_heads_k, head_dim): appended to k, a cache
+  TensorRef v_new;            // (batch, seqlen_new, num_heads_k, head_dim_v)
   float* lse;                 // (batch, num_heads, seqlen_q), natural log, or null     varlen: (num_heads, total_q)
   const float* dlse;          // gradient of the loss by lse, lse's shape and strides, or null
   float* delta;               // rowsum(dout * out) - dlse, lse's shape and strides
@@ -30,10 +32,17 @@ struct AttentionParams {
   float* out_accum;           // FA1: O in fp32, (batch, num_heads, seqlen_q, head_dim_v), rows padded to kHeadDimV
   float* row_max;             // m of each row, lse's shape and strides, base 2; or null (FA1: never)
   float* row_sum;             // l of each row, the sum of 2^(score - m)
+  float* split_out;           // decode: O of each split, (num_splits, batch, num_heads, seqlen_q, head_dim_v), rows padded
+  float* split_max;           // and its m, base 2, and l, (num_splits, batch, num_heads, seqlen_q)
+  float* split_sum;
   const uint8* mask;          // (batch, num_heads, seqlen_q, seqlen_k), non-zero = attend; stride 0 broadcasts
   const int* key_intervals;   // (batch, num_heads, seqlen_q, 2): row i attends lo <= j < hi; stride 0 broadcasts
   const int* cu_seqlens_q;    // (batch + 1), null unless varlen
   const int* cu_seqlens_k;    // (batch + 1), null unless varlen
+  const int* cache_seqlens;   // (batch): keys of each entry before seqlen_new are appended; null = all seqlen_k
+  const int* cache_batch_idx; // (batch): which entry of k and v is this entry's cache; null = its own
+  const int* cache_leftpad;   // (batch): keys at the start of a cache that do not count; null = none
+  const int* block_table;     // (batch, seqlen_k / page_size): which page of k and v holds the keys; null unless paged
   const void* bias;           // (batch, num_heads, seqlen_q, seqlen_k), Config::Bias; stride 0 broadcasts
   float* dbias;               // (bias_batch, bias_heads, bias_rows, bias_cols), contiguous: summed over broadcast dimensions
   const float* alibi_slopes;  // (batch, num_heads): -slope * |i + seqlen_k - seqlen_q - j| is added
@@ -53,6 +62,7 @@ struct AttentionParams {
   int64 interval_head_stride;
   int64 interval_row_stride;
   int64 alibi_batch_stride;
+  int64 block_table_stride;
   int64 num_tiles;            // thread blocks with work
   int batch;                  // entries; varlen: one more entry holds the rows beyond the last offset
   int num_heads;
@@ -64,6 +74,10 @@ struct AttentionParams {
   int num_m_blocks;           // row blocks of one head; packed: of one head over all entries
   int num_n_blocks;           // key blocks of one head; packed: of one head over all entries
   int heads_per_section;      // (batch, head) pairs whose blocks run interleaved, see work_tile
+  int num_splits;             // decode: thread blocks that share the keys of a tile of rows
+  int seqlen_new;             // keys of k_new and v_new
+  int cache_batch;            // entries of k and v; paged: pages
+  int page_size;              // keys of a page, a multiple of 16
   int window_left;            // keys to the left of the diagonal a row sees, < 0 = all
   int window_right;           // keys to the right, < 0 = all; causal = 0
   int bias_batch;             // sizes of bias before broadcasting

@@ -25,15 +25,15 @@ struct CopyLayout {
 
 // Calls visit(row, column, elements) for every chunk of the tile, one thread each; `elements` is where the chunk's first
 // element lies in device memory, `origin` where the tile's does. The address moves by one step a pass, since a loop would
-// keep all the multiples of the stride otherwise.
+// keep all the multiples of the stride otherwise. `thread`: which of the kThreads that share the tile this one is.
 template <bool kVector, int kThreads, int kUnroll, typename Tile, typename Pointer, typename Visit>
-__device__ __forceinline__ void for_each_chunk(Pointer origin, int64 row_stride, Visit visit) {
+__device__ __forceinline__ void for_each_chunk(Pointer origin, int64 row_stride, Visit visit, int thread = thread_id()) {
   using Layout = CopyLayout<Tile, kThreads>;
   row_stride = in_place(row_stride);
-  const int first_row = thread_id() / Layout::kColumnsPerPass;
+  const int first_row = thread / Layout::kColumnsPerPass;
   if (!Layout::kFull && first_row >= Layout::kRowsPerPass) return;
 #pragma unroll
-  for (int chunk = thread_id() % Layout::kColumnsPerPass; chunk < Tile::kChunks; chunk += Layout::kColumnsPerPass) {
+  for (int chunk = thread % Layout::kColumnsPerPass; chunk < Tile::kChunks; chunk += Layout::kColumnsPerPass) {
     const int column = chunk * Tile::kElementsPerChunk;
     Pointer elements = origin + first_row * row_stride + column;
 #pragma unroll(!kVector ? 1 : kAsyncCopy && Layout::kPasses <= kUnroll ? Layout::kPasses : 2)
@@ -104,16 +104,18 @@ constexpr int kCopyUnroll = 4;
 // `source` is the tile's row 0, element 0, in device memory; kVector: every row starts on 16 bytes and is whole chunks.
 template <bool kVector, int kThreads, int kUnroll = kCopyUnroll, typename Tile>
 __device__ __forceinline__ void load_tile(Tile tile, const typename Tile::Element* source, int64 row_stride, RowRange rows,
-                                          int columns) {
+                                          int columns, int thread = thread_id()) {
   for_each_chunk<kVector, kThreads, kUnroll, Tile>(
-      source, row_stride, [&](int row, int column, const typename Tile::Element* elements) {
+      source, row_stride,
+      [&](int row, int column, const typename Tile::Element* elements) {
         const bool valid = row >= rows.first && row < rows.end && column < columns;
         const SharedPtr target = tile.at(row, column / Tile::kElementsPerChunk);
         if constexpr (kVector)
           copy_async(target, elements, valid);
         else
           store_shared(target, load_elements(elements, valid ? columns - column : 0));
-      });
+      },
+      thread);
 }
 
 template <bool kVector, int kThreads, int kUnroll = kCopyUnroll, typename Tile>

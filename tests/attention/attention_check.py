@@ -197,9 +197,10 @@ def check_varlen(
 
 
 def assert_one_launch(records: list[LaunchRecord], device: torch.device, algorithm: str = "fa2") -> None:
-    """Our kernel ran, once; nothing else stood in for it."""
-    backend = "host" if device.type == "cpu" else "cuda"
-    assert [(record.kernel, record.backend) for record in records] == [(f"{algorithm}_forward", backend)]
+    """Our kernel ran, once; nothing else stood in for it. Few rows against many keys may be split and combined."""
+    assert {record.backend for record in records} == {"host" if device.type == "cpu" else "cuda"}
+    others = [["fa2_forward_sm90"], ["fa2_decode"], ["fa2_decode", "fa2_combine"]] if algorithm == "fa2" else []
+    assert [record.kernel for record in records] in [[f"{algorithm}_forward"], *others]
 
 
 def assert_output(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

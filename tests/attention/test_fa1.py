@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import attention_check as check
+import gradient_check as gradients
 import pytest
-import test_gradients as gradients
 import torch
 from torch import Tensor
 

@@ -130,8 +130,6 @@ def test_sampled_probabilities_of_packed_sequences(device: torch.device) -> None
 
 def test_what_is_not_there_is_refused_by_name(device: torch.device) -> None:
     q, k, v = tensors(device)
-    with pytest.raises(UnsupportedProblem, match="flash_attn_with_kvcache is not supported"):
-        interface.flash_attn_with_kvcache(q, k, v)
     offsets = torch.tensor([0, 60], dtype=torch.int32, device=device)
     with pytest.raises(UnsupportedProblem, match="block_table"):
         interface.flash_attn_varlen_func(q[0], k, v, offsets, offsets, 60, 60, block_table=offsets[None])

@@ -8,9 +8,10 @@ from typing import Any
 import attention_check as check
 import pytest
 import torch
+from gradient_check import check_gradients, leaves
 from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
-from test_gradients import ALGORITHMS, check_gradients, leaves
+from test_gradients import ALGORITHMS
 from test_random import layouts
 
 # What comes together: kernels are compiled for each set, so there are few.

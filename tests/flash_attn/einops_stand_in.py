@@ -19,7 +19,7 @@ def repeat(x: Tensor, pattern: str, **sizes: int) -> Tensor:
         if unknown:
             (axis,) = unknown
             sizes[axis] = size // prod(sizes[other] for other in group if other != axis)
-    names = [axis for group in left for axis in group]
+    names = [axis for group in left for axis in group if not axis[0].isdigit()]  # the 1s of the left side vanish
     x = x.reshape([sizes[axis] for axis in names])
     wanted = [axis for group in right for axis in group]
     for axis in wanted:

@@ -47,8 +47,8 @@ def apply_rotary_emb(
     """Rotary embedding of the first dimensions of x (batch, seqlen, heads, head_dim); cos, sin (positions, half)."""
     half = cos.shape[-1]
     positions = torch.arange(x.shape[1], device=x.device) + torch.as_tensor(seqlen_offsets, device=x.device).view(-1, 1)
-    cos, sin = (table[positions].unsqueeze(-2) for table in (cos, sin))  # (batch or 1, seqlen, 1, half)
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    cos, sin = (table[positions].float().unsqueeze(-2) for table in (cos, sin))  # (batch or 1, seqlen, 1, half)
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
     a, b = pairs.unbind(-1 if interleaved else -2)
     rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1 if interleaved else -2).flatten(-2)

@@ -39,8 +39,20 @@ def test_large(seqlen_q, seqlen_k, dropout_p, softcap, dtype):
 def test_small(d, paged_kv_block_size):
     assert paged_kv_block_size is None
 
+@pytest.mark.parametrize("new_kv,has_leftpad", [(False, False), (True, True)])
+@pytest.mark.parametrize("rotary_fraction", [0.0, 0.5])
+@pytest.mark.parametrize("paged_kv_block_size", [None, 256])
+@pytest.mark.parametrize("has_batch_idx", [False, True])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 128), (3, 2)])
+def test_flash_attn_kvcache(
+    seqlen_q, seqlen_k, has_batch_idx, paged_kv_block_size, rotary_fraction, new_kv, has_leftpad
+):
+    assert seqlen_q <= seqlen_k or not new_kv
+    assert new_kv or rotary_fraction == 0.0
+    assert paged_kv_block_size is None or not (has_batch_idx or has_leftpad)
+
 @pytest.mark.parametrize("d", [32, 64])
-def test_flash_attn_kvcache(d):
+def test_flash_attn_kvcache_paged_block_table_bounds(d):
     raise AssertionError
 
 def test_alone():
@@ -61,10 +73,11 @@ def test_the_sample_is_seeded_and_as_large_as_asked(tmp_path: Path) -> None:
     file = tmp_path / "test_flash_attn.py"
     first, again, other = (collect(file, "--cases", "100", "--seed", seed) for seed in ("1", "1", "2"))
     assert first == again != other
-    counts = {name: sum(f"::{name}" in line for line in first) for name in ("test_large", "test_small", "test_alone")}
-    assert counts == {"test_large": 97, "test_small": 2, "test_alone": 1}
+    names = ("test_large", "test_small", "test_flash_attn_kvcache", "test_alone")
+    counts = [sum(f"::{name}" in line for line in first) for name in names]
+    assert counts == [87, 2, 10, 1]
     assert len(set(first)) == len(first) == 100
-    assert len(collect(file, "--cases", "1000000")) == 3 * 128 + 3  # all that runs
+    assert len(collect(file, "--cases", "1000000")) == 3 * 128 + 2 + 10 + 1  # all that runs
 
 
 def test_shares() -> None:
@@ -78,6 +91,7 @@ PATTERNS = [
     ((3,), "s -> b 1 1 s", {"b": 2}, (2, 1, 1, 3)),
     ((2, 3, 4, 5), "b s h d -> (b s) h d", {}, (6, 4, 5)),
     ((6, 4, 5), "(b s) h d -> b s h d", {"b": 2}, (2, 3, 4, 5)),
+    ((2, 1, 12, 5), "b 1 (s h) d -> b s h d", {"s": 3}, (2, 3, 4, 5)),
     ((2, 3, 4, 5), "b s h d -> b s (h g) d", {"g": 3}, (2, 3, 12, 5)),
     ((2, 3, 4, 5), "b s ... -> s b ...", {}, (3, 2, 4, 5)),
     ((2, 1), "s_16 s_256 -> (s_16 16) (s_256 256)", {}, (32, 256)),

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "attention"))
 import torch
 from torch import Tensor
 
-from hf_flash_cupy import dropout_mask, flash_attention, flash_attention_varlen
+from hf_flash_cupy import dropout_mask, flash_attention, flash_attention_varlen, flash_attention_with_kvcache
 from hf_flash_cupy.reference import attention_reference
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -151,7 +151,31 @@ def varlen_gradients(device: str, dtype: torch.dtype, head_dim: int, **call: Any
         torch.autograd.grad(out.sum(), (q, k, v))
 
 
+def decode(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
+    """Few rows against keys that are split, and caches whose lengths and pages come from nowhere."""
+    for seqlen_q, seqlen_k in ((1, 530), (3, 512)):
+        q, k, v = tensors(device, dtype, head_dim, head_dim_v, seqlen_q, seqlen_k)
+        mask = (torch.rand(2, 1, 1, seqlen_k) < 0.5).to(device)
+        for options in ({}, {"causal": True, "window_size": (99, 0)}, {"mask": mask}):
+            right(q, k, v, sinks=torch.randn(4).to(device), **options)
+    low, high = -(2**31), 2**31 - 1
+    q, k, v = tensors(device, dtype, head_dim, head_dim_v, 2, 2 * 64)
+    new = [torch.randn(2, 3, 2, x.shape[3]).to(device, dtype) for x in (k, v)]
+    paged = [x.unflatten(1, (4, 32)).flatten(0, 1).contiguous() for x in (k, v)]  # 8 pages
+    for lengths in ((0, 126), (high, low), (128, 5)):
+        for splits in (1, 3):
+            seqlens = torch.tensor(lengths, dtype=torch.int32).to(device)
+            flash_attention_with_kvcache(q, k, v, *new, cache_seqlens=seqlens, num_splits=splits)
+            for pages in ([[0, 5, 2, 1], [7, 6, 4, 3]], [[low, high, 8, -1]] * 2):
+                table = torch.tensor(pages, dtype=torch.int32).to(device)
+                out = flash_attention_with_kvcache(
+                    q, *paged, *new, cache_seqlens=seqlens, block_table=table, num_splits=splits
+                )
+    assert out.isfinite().all()
+
+
 CASES: dict[str, Callable[[str], None]] = {
+    "bf16-decode": lambda device: decode(device, BF16, 32, 32),
     "bf16-vector": lambda device: plain(device, BF16, 24, 24),
     "fp16-elements": lambda device: plain(device, FP16, 7, 7),
     "fp32-vector": lambda device: plain(device, FP32, 20, 20),
@@ -182,6 +206,8 @@ MORE_CASES: dict[str, Callable[[str], None]] = {
     "bf16-varlen-gradients": lambda device: varlen_gradients(device, BF16, 64),
     "bf16-varlen-gradients-deterministic": lambda device: varlen_gradients(device, BF16, 64, deterministic=True),
     "bf16-varlen-gradients-fa1": lambda device: varlen_gradients(device, BF16, 64, algorithm="fa1"),
+    "fp16-decode-elements": lambda device: decode(device, FP16, 23, 40),
+    "fp32-decode": lambda device: decode(device, FP32, 64, 32),
     "fp32-chunks": lambda device: plain(device, FP32, 259, 301),
 }
 

@@ -91,6 +91,11 @@ inline int warp_min(int value) {
   exchange<31>(values, [](int a, int b) { return a < b ? a : b; });
   return values[0];
 }
+inline float warp_max(float value) {
+  float values[1] = {value};
+  exchange<31>(values, [](float a, float b) { return a >= b || b != b ? a : b; });
+  return values[0];
+}
 
 // Valid where the address is aligned to more than `bits`.
 __device__ __forceinline__ SharedPtr flip_bits(SharedPtr address, int bits) {

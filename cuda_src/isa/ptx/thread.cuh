@@ -91,6 +91,12 @@ __device__ __forceinline__ int warp_min(int value) {
   return value;
 }
 
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int step = kWarpSize / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, step));
+  return value;
+}
+
 // Valid where the address is aligned to more than `bits`.
 __device__ __forceinline__ SharedPtr flip_bits(SharedPtr address, int bits) { return address ^ bits; }
 

@@ -1,0 +1,349 @@
+// A warpgroup that computes: 64 rows of each tile. Its products run in the tensor cores while the softmax of the other
+// warpgroups runs in the rest of the SM; its own S = Q Kᵀ of a block runs beside P V of the block before.
+#pragma once
+
+#include "fa2/forward_sm90_softmax.cuh"
+#include "fa2/forward_sm90_tiles.cuh"
+#include "isa/ptx/warpgroup.cuh"
+#include "isa/ptx/wgmma.cuh"
+#include "tile/fragment.cuh"
+
+namespace hfc {
+
+template <typename Config>
+class ForwardConsumer {
+  using Traits = ForwardSm90Traits<Config>;
+  using Element = typename Traits::Element;
+  using Softmax = StaleSoftmax<Element, Traits::kN>;
+  using TileQ = typename Traits::TileQ;
+  using TileK = typename Traits::TileK;
+  using TileV = typename Traits::TileV;
+
+ public:
+  __device__ __forceinline__ ForwardConsumer(const ForwardSm90Params& params, const Traits& shared, int warpgroup)
+      : params_(params), shared_(shared), warpgroup_(warpgroup), warp_(warp_id() % 4), operand_(matrix_descriptor(shared.base)) {
+    clear(scores_);
+    clear(out_);
+  }
+
+  // Tiles of which this warpgroup has rows follow each other without a pause: the first scores of one are computed beside the
+  // last output of the one before.
+  __device__ __forceinline__ void run() {
+    if (Config::kTurns && warpgroup_ == Config::kWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
+    // One place reads a tile, at the loop's head: in other forms the compiler no longer sees that all lanes go the same way, and
+    // computes every operand's address in each of them.
+    for (;;) {
+      RowTile tile = next_tile();
+      if (!tile.exists()) break;
+      if (!tile.has_rows(warpgroup_)) {
+        pass_tile(tile);
+        continue;
+      }
+      begin(tile);
+      do walk_keys(tile);
+      while (finish(tile));
+      if constexpr (Config::kFused) {  // `tile` is the one after
+        release_q(previous_q());
+        storing_ = false;
+        if (!tile.exists()) break;
+        pass_tile(tile);
+      }
+    }
+    if (lane_id() == 0) tma_store_wait();
+  }
+
+ private:
+  __device__ __forceinline__ RowTile next_tile() {
+    const RowTile tile = known_tile<Config>(shared_, tiles_);
+    sync_warp();
+    arrive(shared_.tile_read(tiles_.slot()));
+    tiles_.advance();
+    return tile;
+  }
+
+  // Blocks of keys that this warpgroup's rows of the tile see.
+  __device__ __forceinline__ int num_blocks(const RowTile& tile) const {
+    return num_key_blocks<Config>(params_.attention, tile.first_row(warpgroup_) + kUnitRows);
+  }
+  // Those that only later rows of the tile see.
+  __device__ __forceinline__ int blocks_to_pass(const RowTile& tile) const {
+    return num_key_blocks<Config>(params_.attention, tile.end_row()) - num_blocks(tile);
+  }
+
+  // S of the tile's first block, with nothing beside it.
+  __device__ __forceinline__ void begin(const RowTile& tile) {
+    pass_blocks(blocks_to_pass(tile));
+    block_ = num_blocks(tile) - 1;
+    mbarrier_wait(shared_.q_loaded(warpgroup_, q_.slot()), q_.parity());
+    mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
+    hold_registers(scores_[0]);
+    wgmma_fence();
+    multiply_keys();
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold_registers(scores_[0]);
+    release_k();
+  }
+
+  // From the scores of the last block to the probabilities of the first.
+  __device__ __forceinline__ void walk_keys(const RowTile& tile) {
+    const AttentionParams& params = params_.attention;
+    const int first_row = tile.first_row(warpgroup_);
+    const int diagonal = first_row + params.seqlen_k - params.seqlen_q + params.window_right;  // last key of the first row
+    const float scale = modify(tile);
+    if (Config::kCausal || (block_ + 1) * Config::kBlockN > params.seqlen_k) hide_keys(diagonal);
+    softmax_.start(probabilities_, scores_, scale);
+    clear(out_);
+    --block_;
+    if constexpr (Config::kCausal)
+      for (; block_ >= 0 && (block_ + 1) * Config::kBlockN > diagonal + 1; --block_) step<true>(tile, diagonal);
+    for (; block_ >= 0; --block_) step<false>(tile, diagonal);
+  }
+
+  // Scores of block_ beside the output of the block after it, then block_'s softmax.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(const RowTile& tile, int diagonal) {
+    mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
+    mbarrier_wait(shared_.v_loaded(v_.slot()), v_.parity());  // here, not in between: a divergent loop there serialises wgmma
+    multiply_both();
+    release_k();
+    const float scale = modify(tile);
+    if constexpr (kMasked) {
+      hide_keys(diagonal);
+      softmax_.update_masked(probabilities_, scores_, out_, scale, [&] { wait_out(); });
+    } else {
+      wait_out();
+      softmax_.update(probabilities_, scores_, out_, scale);
+    }
+    if (Config::kFused && storing_) {
+      release_q(previous_q());
+      storing_ = false;
+    }
+  }
+
+  // The last output of the tile, beside the first scores of the next one if this warpgroup has rows of that; `tile` becomes the
+  // next. Returns whether its scores are there.
+  __device__ __forceinline__ bool finish(RowTile& tile) {
+    if (Config::kFused && storing_) release_q(previous_q());
+    const RowTile done = tile;
+    const int done_q = q_.slot();
+    if constexpr (Config::kFused) tile = next_tile();
+    const bool follows = Config::kFused && tile.has_rows(warpgroup_);
+    q_.advance();
+    int passed = 0;
+    if (follows) {
+      passed = blocks_to_pass(tile);
+      block_ = num_blocks(tile) - 1;
+      pass_k(passed);
+      mbarrier_wait(shared_.q_loaded(warpgroup_, q_.slot()), q_.parity());
+      mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
+    }
+    mbarrier_wait(shared_.v_loaded(v_.slot()), v_.parity());
+    if constexpr (Config::kFused) {
+      multiply_both();  // unless the tile follows, scores of whatever lies there: not used
+      if (follows) release_k();
+    } else {
+      hold_registers(out_[0]);
+      hold_registers(probabilities_);
+      wgmma_fence();
+      multiply_probabilities();
+      wgmma_commit();
+    }
+    wait_out();
+    pass_v(passed);
+    store_out(done, done_q);
+    pass_turns(passed);
+    if constexpr (Config::kFused)
+      storing_ = true;
+    else
+      release_q(done_q);
+    return follows;
+  }
+
+  // The descriptor of an operand. Those of 16 steps are more than the uniform registers hold: computed where they are used.
+  __device__ __forceinline__ int64 operand(int offset) const {
+    const int64 descriptor = operand_ + (offset >> 4);
+    return Config::kHeadDim > 128 ? in_place(descriptor) : descriptor;
+  }
+
+  // S = Q Kᵀ (m64nNk16, both operands from shared memory).
+  __device__ __forceinline__ void multiply_keys() {
+    const int64 q = operand(Traits::q_offset(warpgroup_, q_.slot()));
+    const int64 k = operand(Traits::k_offset(k_.slot()));
+#pragma unroll
+    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+      const int panel = step / 4, offset = step % 4 * (32 >> 4);  // 16 columns are 32 bytes
+      wgmma_shared<Element>(scores_[0], q + (panel * (TileQ::kPanelBytes >> 4) + offset),
+                            k + (panel * (TileK::kPanelBytes >> 4) + offset), step > 0);
+    }
+  }
+
+  // O += P V (P from registers).
+  __device__ __forceinline__ void multiply_probabilities() {
+    const int64 v = operand(Traits::v_offset(v_.slot())) + panel_stride(TileV::kPanelBytes);
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 16; ++step)
+      wgmma_registers<Element>(out_[0], probabilities_[step], v + step * (16 * kPanelRowBytes >> 4));
+  }
+
+  // Both at once; only the scores are waited for. With turns one warpgroup at a time starts products, and passes its turn on when
+  // its scores are there, not when they have been started: the softmax of one then lies beside the products of the others.
+  __device__ __forceinline__ void multiply_both() {
+    if constexpr (Config::kTurns) named_barrier_sync(1 + warpgroup_, 2 * kWarpgroupSize);
+    hold_registers(scores_[0]);
+    hold_registers(out_[0]);
+    hold_registers(probabilities_);
+    wgmma_fence();
+    multiply_keys();
+    wgmma_commit();
+    multiply_probabilities();
+    wgmma_commit();
+    wgmma_wait<1>();
+    hold_registers(scores_[0]);
+    if constexpr (Config::kTurns) pass_turn();
+  }
+  __device__ __forceinline__ void wait_out() {
+    wgmma_wait<0>();
+    hold_registers(out_[0]);
+    hold_registers(probabilities_);
+    release_v();
+  }
+
+  // Every warpgroup takes one turn for each block of a tile, also for those it passes on.
+  __device__ __forceinline__ void pass_turn() {
+    named_barrier_arrive(1 + (warpgroup_ + 1) % Config::kWarpgroups, 2 * kWarpgroupSize);
+  }
+  __device__ __forceinline__ void pass_turns(int count) {
+    if constexpr (Config::kTurns)
+      for (int i = 0; i < count; ++i) {
+        named_barrier_sync(1 + warpgroup_, 2 * kWarpgroupSize);
+        pass_turn();
+      }
+  }
+
+  // The products of block_ become scores; returns the factor that makes them logits of base 2.
+  __device__ __forceinline__ float modify(const RowTile& tile) {
+    const AttentionParams& params = params_.attention;
+    const ScoreTile place{tile.first_row(warpgroup_) + 16 * warp_, block_ * Config::kBlockN, tile.head, tile.entry};
+    return modify_scores<Config>(scores_, params, SeqlenInfo(params, tile.entry), place);
+  }
+
+  // Hides the keys of block_ beyond the end and beyond the diagonal; `diagonal` is the first row's last key.
+  __device__ __forceinline__ void hide_keys(int diagonal) {
+    const int column = block_ * Config::kBlockN + column_of(0, 0);
+    int visible[2];  // columns that each of the lane's rows sees, from its first one on
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int keys = params_.attention.seqlen_k;
+      if constexpr (Config::kCausal) keys = min(keys, diagonal + 1 + 16 * warp_ + row_of(0, 2 * half));
+      visible[half] = keys - column;
+    }
+#pragma unroll
+    for (int j = 0; j < Traits::kN; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (8 * j + e % 2 >= visible[e / 2]) scores_[0][j][e] = bits_float(0xff800000u);  // -inf
+  }
+
+  // Normalises the output and stores each warp's 16 rows, by way of the queries' place.
+  __device__ __forceinline__ void store_out(const RowTile& tile, int q_slot) {
+    const float* sinks = params_.attention.sinks;
+    float factors[2];
+    softmax_.finish(factors, sinks != nullptr ? sinks + tile.head : nullptr);
+    const int first_row = tile.first_row(warpgroup_) + 16 * warp_;
+    store_lse(tile, first_row);
+    Softmax::scale_rows(out_, factors);
+    const SharedPtr rows = shared_.q(warpgroup_, q_slot).base + 16 * warp_ * kPanelRowBytes;
+    const SharedPtr row = rows + lane_id() % 16 * kPanelRowBytes;
+#pragma unroll
+    for (int k = 0; k < Config::kHeadDimV / 16; ++k) {
+      uint32 matrices[4];  // rows 0 to 7 and 8 to 15 of the first 8 columns, then of the others
+      to_operand<Element>(matrices, out_[0], k);
+      const int chunk = (k % 4 * 2 + lane_id() / 16) ^ lane_id() % 8;
+      stmatrix(row + (k / 4 * TileQ::kPanelBytes + chunk * 16), matrices);
+    }
+    fence_async_proxy();
+    sync_warp();
+    if (lane_id() == 0) {
+#pragma unroll
+      for (int panel = 0; panel < TileV::kPanels; ++panel)
+        tma_store(params_.out, rows + panel * TileQ::kPanelBytes, panel * kPanelColumns, first_row, tile.head, tile.entry);
+      tma_store_commit();
+    }
+  }
+  __device__ __forceinline__ void store_lse(const RowTile& tile, int first_row) const {
+    const AttentionParams& params = params_.attention;
+    if (params.lse == nullptr || lane_id() % 4 != 0) return;
+    const int64 first = tile.entry * params.lse_batch_stride + tile.head * params.lse_head_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + row_of(0, 2 * half);
+      if (row >= params.seqlen_q) continue;
+      params.lse[first + row] = softmax_.lse(half);
+      if (params.row_max == nullptr) continue;
+      params.row_max[first + row] = softmax_.reference[half];  // for the backward pass, as in fa2/forward.cuh
+      params.row_sum[first + row] = softmax_.sum[half];
+    }
+  }
+
+  // A warpgroup without rows for some blocks hands them on, in step with the others.
+  __device__ __forceinline__ void pass_tile(const RowTile& tile) {
+    pass_blocks(num_key_blocks<Config>(params_.attention, tile.end_row()));
+  }
+  __device__ __forceinline__ void pass_blocks(int count) {
+    for (int i = 0; i < count; ++i) {
+      pass_k(1);
+      pass_turns(1);
+      pass_v(1);
+    }
+  }
+  __device__ __forceinline__ void pass_k(int count) {
+    for (int i = 0; i < count; ++i) {
+      mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
+      release_k();
+    }
+  }
+  __device__ __forceinline__ void pass_v(int count) {
+    for (int i = 0; i < count; ++i) {
+      mbarrier_wait(shared_.v_loaded(v_.slot()), v_.parity());
+      release_v();
+    }
+  }
+  __device__ __forceinline__ void release_k() {
+    arrive(shared_.k_released(k_.slot()));
+    k_.advance();
+  }
+  __device__ __forceinline__ void release_v() {
+    arrive(shared_.v_released(v_.slot()));
+    v_.advance();
+  }
+  // Once the copy engine has read what lies there.
+  __device__ __forceinline__ void release_q(int slot) {
+    if (lane_id() == 0) {
+      tma_store_wait_read();
+      mbarrier_arrive(shared_.q_released(warpgroup_, slot));
+    }
+  }
+  __device__ __forceinline__ int previous_q() const { return q_.slot() ^ 1; }
+  // Once a warp.
+  __device__ __forceinline__ static void arrive(SharedPtr barrier) {
+    if (lane_id() == 0) mbarrier_arrive(barrier);
+  }
+
+  const ForwardSm90Params& params_;
+  const Traits shared_;
+  const int warpgroup_;
+  const int warp_;  // of the warpgroup
+  const int64 operand_;  // the start of shared memory as a descriptor: addresses in units of 16 bytes
+  Ring<2> tiles_;
+  Ring<Traits::kQSlots> q_;
+  Ring<Config::kStages> k_, v_;
+  int block_ = 0;  // of keys, counted from the first
+  bool storing_ = false;  // the tile before may still be on its way out of its queries' place
+  float scores_[1][Traits::kN][4];
+  float out_[1][Traits::kNV][4];  // not yet normalised
+  typename Softmax::Probabilities probabilities_;
+  Softmax softmax_;
+};
+
+}  // namespace hfc

@@ -1,0 +1,145 @@
+// What the warpgroups of the Hopper forward share: parameters, shared memory, and the events they wait for.
+#pragma once
+
+#include "common/math.cuh"
+#include "common/params.cuh"
+#include "isa.cuh"
+#include "isa/ptx/mbarrier.cuh"
+#include "isa/ptx/tma.cuh"
+
+namespace hfc {
+
+// hf_flash_cupy/sm90.py mirrors it. The maps' boxes are one panel wide: 64 rows of q, kBlockN of k and v, 16 of out.
+struct ForwardSm90Params {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+  TensorMap out;
+  AttentionParams attention;
+  uint32* tile_counter;  // 0 before the launch and after it; null: tiles are dealt round
+  uint8 padding[64 - (sizeof(AttentionParams) + 8) % 64];
+};
+
+constexpr int kPanelColumns = 64;  // 128 bytes of 16-bit elements: the width of the swizzle
+constexpr int kPanelRowBytes = 128;
+constexpr int kUnitRows = 64;  // rows of a warpgroup
+
+// A (rows, columns) operand: panels of 64 columns, one after the other; columns beyond the tensor's are zeros.
+template <int kRows_, int kColumns_>
+struct PanelTile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kPanels = ceil_div(kColumns_, kPanelColumns);
+  static constexpr int kPanelBytes = kRows * kPanelRowBytes;
+  static constexpr int kBytes = kPanels * kPanelBytes;
+
+  SharedPtr base;
+};
+
+// A place in a ring of kSize, and the parity of the barrier phases of this round.
+template <int kSize>
+class Ring {
+ public:
+  __device__ __forceinline__ int slot() const { return int(place_ % kWrap); }
+  __device__ __forceinline__ uint32 parity() const { return place_ / kWrap % 2; }
+  __device__ __forceinline__ void advance() {
+    ++place_;
+    if (kSize != kWrap && slot() == kSize) place_ += kWrap - kSize;
+  }
+
+ private:
+  static constexpr uint32 kWrap = kSize <= 1 ? 1 : kSize <= 2 ? 2 : kSize <= 4 ? 4 : 8;  // rounds start at its multiples
+  static_assert(kSize <= 8);
+  uint32 place_ = 0;  // in one register
+};
+
+// Shared memory, from a multiple of 1024 bytes on:
+//
+//   | q  kQSlots × kWarpgroups × 64 rows (later out) | k  kStages × kBlockN rows | v  kStages × kBlockN rows | tiles | barriers |
+//
+// Events, one barrier a slot; who waits | who arrives:
+//   q_loaded    its warpgroup  | the copy engine               q_released  the query loader | the warpgroup's 4 warps
+//   k_loaded    consumers      | the copy engine               k_released  the key loader   | each warp of the consumers
+//   v_loaded    consumers      | the copy engine               v_released  the key loader   | each warp of the consumers
+//   tile_known  all but it     | the key loader                tile_read   the key loader   | the query loader, each warp
+template <typename Config>
+struct ForwardSm90Traits {
+  using Element = typename Config::Element;
+  static constexpr int kWarpgroups = Config::kWarpgroups;  // that compute; one more loads
+  static constexpr int kWarps = 4 * kWarpgroups;
+  static constexpr int kStages = Config::kStages;
+  // With two the first scores of a tile are computed beside the last output of the tile before.
+  static constexpr int kQSlots = Config::kFused ? 2 : 1;
+  static constexpr int kTileSlots = 2;
+  static constexpr int kTileBytes = 16;
+  static constexpr int kN = Config::kBlockN / 8;     // n-tiles of a block of keys
+  static constexpr int kNV = Config::kHeadDimV / 8;  // n-tiles of the output
+  static_assert(Config::kBlockN % 16 == 0 && Config::kHeadDim % 16 == 0 && Config::kHeadDimV % 16 == 0);
+  static_assert(Config::kHeadDimV <= Config::kHeadDim, "out is staged where q was");
+  // A warpgroup that passes blocks on at the start of a tile still holds the last v of the tile before.
+  static_assert(ceil_div((kWarpgroups - 1) * kUnitRows, Config::kBlockN) <= kStages || !Config::kFused);
+
+  using TileQ = PanelTile<kUnitRows, Config::kHeadDim>;
+  using TileK = PanelTile<Config::kBlockN, Config::kHeadDim>;
+  using TileV = PanelTile<Config::kBlockN, Config::kHeadDimV>;
+
+  static constexpr int kAlignment = 1024;  // of the swizzle's pattern
+  static constexpr int kQ = 0;
+  static constexpr int kK = kQ + kQSlots * kWarpgroups * TileQ::kBytes;
+  static constexpr int kV = kK + kStages * TileK::kBytes;
+  static constexpr int kTiles = kV + kStages * TileV::kBytes;
+  static constexpr int kBarriers = kTiles + kTileSlots * kTileBytes;
+  static constexpr int kNumBarriers = 2 * (kQSlots * kWarpgroups + 2 * kStages + kTileSlots);
+  static constexpr int kSharedBytes = kAlignment + kBarriers + 8 * kNumBarriers;
+  static_assert(kSharedBytes == Config::kSharedBytes, "sm90.py and this plan disagree");
+
+  SharedPtr base = (shared_base() + (kAlignment - 1)) & ~SharedPtr(kAlignment - 1);
+
+  __device__ __forceinline__ static int q_offset(int warpgroup, int slot) {
+    return kQ + (slot * kWarpgroups + warpgroup) * TileQ::kBytes;
+  }
+  __device__ __forceinline__ static int k_offset(int slot) { return kK + slot * TileK::kBytes; }
+  __device__ __forceinline__ static int v_offset(int slot) { return kV + slot * TileV::kBytes; }
+
+  __device__ __forceinline__ TileQ q(int warpgroup, int slot) const { return {base + q_offset(warpgroup, slot)}; }
+  __device__ __forceinline__ TileK k(int slot) const { return {base + k_offset(slot)}; }
+  __device__ __forceinline__ TileV v(int slot) const { return {base + v_offset(slot)}; }
+  __device__ __forceinline__ SharedPtr tile(int slot) const { return base + (kTiles + slot * kTileBytes); }
+
+  __device__ __forceinline__ SharedPtr q_loaded(int warpgroup, int slot) const { return barrier(warpgroup * kQSlots + slot); }
+  __device__ __forceinline__ SharedPtr q_released(int warpgroup, int slot) const {
+    return barrier((kWarpgroups + warpgroup) * kQSlots + slot);
+  }
+  __device__ __forceinline__ SharedPtr k_loaded(int slot) const { return barrier(kRings + slot); }
+  __device__ __forceinline__ SharedPtr k_released(int slot) const { return barrier(kRings + kStages + slot); }
+  __device__ __forceinline__ SharedPtr v_loaded(int slot) const { return barrier(kRings + 2 * kStages + slot); }
+  __device__ __forceinline__ SharedPtr v_released(int slot) const { return barrier(kRings + 3 * kStages + slot); }
+  __device__ __forceinline__ SharedPtr tile_known(int slot) const { return barrier(kRings + 4 * kStages + slot); }
+  __device__ __forceinline__ SharedPtr tile_read(int slot) const { return barrier(kRings + 4 * kStages + kTileSlots + slot); }
+
+  // One thread calls, before any other uses a barrier.
+  __device__ __forceinline__ void init_barriers() const {
+    for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup)
+      for (int slot = 0; slot < kQSlots; ++slot) {
+        mbarrier_init(q_loaded(warpgroup, slot), 1);
+        mbarrier_init(q_released(warpgroup, slot), 4);
+      }
+    for (int slot = 0; slot < kStages; ++slot) {
+      mbarrier_init(k_loaded(slot), 1);
+      mbarrier_init(v_loaded(slot), 1);
+      mbarrier_init(k_released(slot), kWarps);
+      mbarrier_init(v_released(slot), kWarps);
+    }
+    for (int slot = 0; slot < kTileSlots; ++slot) {
+      mbarrier_init(tile_known(slot), 1);
+      mbarrier_init(tile_read(slot), kWarps + 1);
+    }
+    fence_mbarrier_init();
+    fence_async_proxy();
+  }
+
+ private:
+  static constexpr int kRings = 2 * kQSlots * kWarpgroups;
+  __device__ __forceinline__ SharedPtr barrier(int index) const { return base + (kBarriers + 8 * index); }
+};
+
+}  // namespace hfc

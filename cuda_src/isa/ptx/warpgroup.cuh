@@ -1,0 +1,39 @@
+// Four neighbouring warps as one: their registers, and barriers between some of a block's warpgroups.
+#pragma once
+
+#include "common/types.cuh"
+#include "thread.cuh"
+
+namespace hfc {
+
+constexpr int kWarpgroupSize = 128;
+
+__device__ __forceinline__ int warpgroup_id() { return __shfl_sync(~0u, int(threadIdx.x) / kWarpgroupSize, 0); }
+
+// Registers of a thread from here on (PTX ISA: setmaxnreg); every warp of the warpgroup calls.
+template <int kRegisters>
+__device__ __forceinline__ void decrease_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void increase_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Barrier `id` (1 to 15; 0 is sync_threads()'s) is complete when `threads` threads have come: some wait there, others only
+// arrive (PTX ISA: bar.sync, bar.arrive).
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements to shared memory (PTX ISA: stmatrix): lanes 8i..8i+7 name the rows of matrix i.
+__device__ __forceinline__ void stmatrix(SharedPtr row, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+               "r"(r[3])
+               : "memory");
+}
+
+}  // namespace hfc

@@ -1,0 +1,149 @@
+"""The Hopper forward compiles without a GPU, keeps its wgmma in flight, and is chosen for what it can do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_flash_cupy import sm90, tiles
+from hf_flash_cupy.jit import compiler, source
+from hf_flash_cupy.plans import Geometry
+from hf_flash_cupy.problem import AttentionProblem, KernelConfig
+
+CONFIGS = {config.name: config for config in sm90.reachable_configs()}
+FAST = re.compile(r"fa2_forward_sm90_(bf16_d128|fp16_d64)_\w+[0-9s]_vector_sm90a")
+CASES = [
+    pytest.param(config, id=name, marks=() if FAST.fullmatch(name) else pytest.mark.full)
+    for name, config in CONFIGS.items()
+]
+# ptxas: wgmma is serialised, for whatever reason (C7510 to C7519), or setmaxnreg is ignored (C7508).
+COMPLAINTS = re.compile(r"C75(?:08|1\d)")
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> compiler.CompiledUnit:
+    config: KernelConfig = request.param
+    return compiler.compile_cubin(source.generate_source(config), config.name, config.arch)
+
+
+def disassembler() -> str | None:
+    wheel = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
+    return shutil.which("cuobjdump", path=os.pathsep.join((os.environ.get("PATH", ""), str(wheel))))
+
+
+@pytest.mark.parametrize("compiled", CASES, indirect=True)
+def test_nothing_spills_and_nothing_waits(compiled: compiler.CompiledUnit) -> None:
+    usage = compiler.resource_usage(compiled.log)
+    assert usage is not None
+    assert usage.spill_bytes == usage.shared_bytes == 0  # static shared memory would move the aligned dynamic one
+    assert not COMPLAINTS.findall(compiled.log), compiled.log
+
+
+@pytest.mark.parametrize("compiled", CASES, indirect=True)
+def test_products_stand_in_runs(compiled: compiler.CompiledUnit, tmp_path: Path) -> None:
+    """A serialised product has a wait behind every instruction."""
+    if (tool := disassembler()) is None:
+        pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(compiled.cubin)
+    path = os.pathsep.join((str(Path(tool).parent), os.environ.get("PATH", "")))
+    listing = subprocess.run(
+        [tool, "-sass", file], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
+    ).stdout
+    relevant = re.findall(r"\b(HGMMA|WARPGROUP)\b", listing)
+    runs = [len(list(run)) for name, run in groupby(relevant) if name == "HGMMA"]
+    assert len(runs) >= 3  # the first scores, a step, the end of a tile
+    assert min(runs) >= 4
+
+
+def problem(head_dim: int = 128, dtype: Any = "bf16", **features: Any) -> AttentionProblem:
+    return replace(AttentionProblem(dtype, head_dim, head_dim, 4096, vector=True), **features)
+
+
+def geometry(head_dim: int = 128, seqlen: int = 4096, **changes: Any) -> Geometry:
+    heads, heads_k = 8, 2
+    row, row_k = heads * head_dim, heads_k * head_dim
+    q, k = ((seqlen * size, size, head_dim) for size in (row, row_k))
+    plain = Geometry(
+        *(2, heads, heads_k, seqlen, seqlen, head_dim, head_dim),
+        q_strides=q,
+        k_strides=k,
+        v_strides=k,
+        out_strides=q,
+        lse_strides=(heads * seqlen, seqlen),
+        mask_strides=(0, 0, 0, 0),
+        interval_strides=(0, 0, 0),
+        window=(-1, -1),
+        softmax_scale=head_dim**-0.5,
+        softcap=0.0,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "built"), [(48, 64), (72, 96), (80, 96), (112, 128), (160, 192), (256, 256)])
+def test_served(head_dim: int, built: int, causal: bool) -> None:
+    config = sm90.select(problem(head_dim), geometry(head_dim, window=(-1, 0 if causal else -1)))
+    assert config is not None
+    assert f"_d{built}_" in config.name
+    assert ("causal" in config.name) == causal
+    assert config.shared_bytes <= tiles.SHARED_LIMITS["90a"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "why"),
+    [
+        ({"intervals": True}, {}, "key_intervals"),
+        ({"mask": True}, {}, "mask"),
+        ({"varlen": True}, {}, "packed sequences"),
+        ({"dropout": True}, {}, "dropout"),
+        ({"bias": "fp32"}, {}, "bias"),
+        ({"head_dim": 40, "head_dim_v": 40}, {}, "head_dim"),
+        ({"dtype": "fp32"}, {}, "float32"),
+        ({"vector": False}, {}, "16 bytes"),
+        ({}, {"window": (128, 0)}, "window"),
+        ({}, {"k_strides": (0, 256, 128)}, "broadcast"),
+        ({}, {"seqlen_q": 1}, "rows"),
+        ({"head_dim": 320, "head_dim_v": 320}, {}, "head_dim"),
+    ],
+)
+def test_left_to_mma(asked: dict[str, Any], changes: dict[str, Any], why: str) -> None:
+    wanted, numbers = problem(**{"head_dim": 128} | {}), geometry(**changes)
+    wanted = replace(wanted, **asked)
+    assert why in sm90.refusal(wanted, numbers)
+    assert sm90.select(wanted, numbers) is None
+
+
+def test_unequal_head_dims() -> None:
+    numbers = geometry(192, head_dim_v=128)
+    config = sm90.select(replace(problem(192), head_dim_v=128), numbers)
+    assert config is not None
+    assert "_d192_dv128_" in config.name
+    assert dict(config.constants)["int kHeadDimV"] == "128"
+
+
+def test_every_warpgroup_has_registers() -> None:
+    """A block starts with what launch bounds leave each thread; setmaxnreg only moves registers between warpgroups."""
+    for config in CONFIGS.values():
+        constants = dict(config.constants)
+        loading, computing = (int(constants[f"int k{role}Registers"]) for role in ("Load", "Compute"))
+        at_start = min(65536 // config.num_threads // 8 * 8, 255) * config.num_threads
+        assert 128 * loading + (config.num_threads - 128) * computing <= at_start
+
+
+@pytest.mark.parametrize("pairs", [1, 7, 31, 64, 960])
+def test_sections_are_even(pairs: int) -> None:
+    numbers = geometry(batch=1, num_heads=pairs, num_heads_k=pairs)
+    size = sm90.heads_per_section(numbers, causal=True)
+    assert 1 <= size <= pairs
+    sections = -(-pairs // size)
+    assert sections * size - pairs < sections  # none is shorter than the others by more than its share
