@@ -40,8 +40,8 @@ def demo(ctx: typer.Context) -> None:
 
 @app.command(context_settings=_FORWARDED)
 def bench(ctx: typer.Context) -> None:
-    """Times attention forward and backward, ours and every peer that is there, interleaved."""
-    _forward(ctx, "hf_flash_cupy.bench.command", "bench")
+    """Times attention forward and backward, or whole models (bench models), ours and every peer's, interleaved."""
+    _forward(ctx, "hf_flash_cupy.bench.command", "app")
 
 
 @app.command(context_settings=_FORWARDED)
@@ -51,13 +51,18 @@ def explain(ctx: typer.Context) -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """What this machine has, one kernel launched and compared, and the command that mends each fault."""
+def doctor(
+    model: Annotated[str, typer.Argument(help="Folder, hub id or model type (llama): its layers and kernels.")] = "",
+) -> None:
+    """What this machine has, one kernel launched and compared, and the command that mends each fault.
+
+    With MODEL: whether its attention layers will run this package's kernels, and which. Reads no weights.
+    """
     from rich.console import Console
 
-    from hf_flash_cupy.doctor import examine
+    from hf_flash_cupy.doctor import examine, examine_model
 
-    raise typer.Exit(examine(Console()))
+    raise typer.Exit(examine_model(model, Console()) if model else examine(Console()))
 
 
 @cache.command()

@@ -1,4 +1,7 @@
-"""``hf-flash-cupy doctor``: looks at the machine, launches one kernel per backend, says what to mend."""
+"""``hf-flash-cupy doctor``: looks at the machine, launches one kernel per backend, says what to mend.
+
+With a model: whether, and by which kernels, its attention layers will be accelerated.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,16 @@ def examine(console: Console) -> int:
     fatal = any(diagnosis.fatal for diagnosis in found)
     console.print("Not healthy." if fatal else "Healthy.")
     return int(fatal)
+
+
+def examine_model(model: str, console: Console) -> int:
+    """Prints what the attention layers of ``model`` ask for and get; returns 0 where all are accelerated, else 1."""
+    from hf_flash_cupy.integrations.model_report import report
+
+    lines, accelerated = report(model)
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    return int(not accelerated)
 
 
 def collect() -> Environment:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from model_table import model_table
+
 from hf_flash_cupy.anatomy import facts, kernels
 from hf_flash_cupy.bench.measure import Row
 from hf_flash_cupy.bench.record import Record, read
@@ -225,4 +227,5 @@ TABLES: dict[str, Callable[[dict[str, Record], Words], str]] = {
     "fa1-memory": fa1_memory,
     "fa2-speed": fa2_speed,
     "few-heads": few_heads,
+    "models": lambda records, words: model_table(),
 }

@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_tracing
 from hf_flash_cupy.integrations.closures import KeyRange, NotARange, Reading, hull, read, structure
 from hf_flash_cupy.integrations.key_intervals import IntervalMask, KeyIntervals
 from hf_flash_cupy.integrations.notices import warn_once
-from hf_flash_cupy.integrations.routing import routes_attention
+from hf_flash_cupy.integrations.routing import has_class_maps, routes_attention
 
 
 def attention_mask(
@@ -90,16 +90,17 @@ class _Request:
 
     def for_own_attention(self) -> Tensor | None:
         name = type(self.others["config"]).__name__.removesuffix("Config")
-        warn_once(
-            f"{name} does not route its attention through Transformers' attention interface: it runs its own "
-            "(eager) attention, not hf_flash_cupy's kernels. The results are right."
-        )
+        if not has_class_maps(self.others["config"]):
+            warn_once(
+                f"{name} does not route its attention through Transformers' attention interface: it runs its own "
+                "(eager) attention, not hf_flash_cupy's kernels. The results are right."
+            )
         return cast("Tensor | None", eager_mask(**self._arguments()))
 
     def describe(self) -> KeyIntervals | None:
         """The mask as key intervals, or None where it is not exactly that. Raises ``NotARange`` likewise."""
         may_skip = self.others.get("allow_is_causal_skip") or self.others.get("allow_is_bidirectional_skip")
-        if self.q_length == 1 and (self.padding is not None or not may_skip):
+        if self.q_length == 1 and not may_skip:
             return None  # kv_length bools are as small, and what compiled and captured decode steps take
         if self.kv_length == 0 or self.q_length == 0 or (self.padding is not None and self.padding.ndim != 2):
             return None
@@ -137,9 +138,13 @@ class _Request:
             return described if _AGREED[kind] else None
         if is_tracing(self.padding):
             return None  # under capture, or fake: nothing can be read
+        if keep is not None and self.q_length == 1:  # a decoding step has time for one look, not for intervals
+            described = described if bool(keep.all()) else replace(described, key_mask=keep)
+            keep = None
         if keep is not None:
             lo, hi, whole = hull(keep)
             checks = [*checks, whole.all(), keep.all()]
+        # One read a forward pass: with a bool a key instead, every layer would take nearly twice the time.
         answers = torch.stack(checks).tolist() if checks else []
         if keep is not None:
             without_holes, without_padding = answers[-2:]

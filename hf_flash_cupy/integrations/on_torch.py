@@ -6,6 +6,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_flash_cupy.integrations.key_intervals import KeyIntervals
@@ -77,3 +78,33 @@ def _reference(request: AttentionRequest) -> Tensor:
         compute_dtype=torch.float32,
     )
     return out.to(v.dtype).contiguous()
+
+
+def attend_with_probabilities(request: AttentionRequest) -> tuple[Tensor, Tensor]:
+    """``out`` (batch, seqlen_q, num_heads, head_dim_v) and the probabilities (batch, num_heads, seqlen_q, seqlen_k).
+
+    As eager attention of Transformers' models: softmax in float32, probabilities in the inputs' dtype and after
+    dropout, sinks in the denominator alone. Rows that see no key: zeros, where eager has a uniform row.
+    """
+    request = within_sequences(request)
+    q, k, v = request.q, request.k, request.v
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scale = q.shape[3] ** -0.5 if request.softmax_scale is None else request.softmax_scale
+    scores = (q @ k.transpose(2, 3)).float() * scale  # (batch, num_heads, seqlen_q, seqlen_k)
+    if request.softcap:
+        scores = request.softcap * torch.tanh(scores / request.softcap)
+    mask = _mask(request)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    maximum = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)  # no inf − inf
+    if request.sinks is not None:
+        sinks = request.sinks.float()[:, None, None]
+        maximum = torch.maximum(maximum, sinks)
+    weights = torch.exp(scores - maximum.detach())
+    denominator = weights.sum(-1, keepdim=True)
+    if request.sinks is not None:
+        denominator = denominator + torch.exp(sinks - maximum.detach())
+    weights = (weights / denominator.clamp(min=torch.finfo(torch.float32).tiny)).to(v.dtype)
+    weights = drop(weights, request.dropout_p, training=request.dropout_p > 0)
+    return (weights @ v).transpose(1, 2).contiguous(), weights

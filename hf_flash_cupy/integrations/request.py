@@ -10,13 +10,12 @@ from torch import Tensor
 
 from hf_flash_cupy.errors import UnsupportedProblem
 from hf_flash_cupy.integrations.key_intervals import IntervalMask, KeyIntervals
+from hf_flash_cupy.integrations.selected_keys import selected_keys
 
 WAY_OUT = 'Load this model with attn_implementation="sdpa", or "eager" where it has no sdpa.'
 
 # Keywords of model files that change the result and that nothing here serves: never to be ignored.
 _UNSERVED = {
-    "indices": "attention to selected keys (DeepSeek sparse attention)",
-    "block_indices": "attention to selected blocks of keys",
     "block_table": "a paged key-value cache",
     "read_index": "a paged key-value cache",
 }
@@ -32,7 +31,7 @@ class Sequences:
     max_seqlen_k: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, and filled in place: a frozen one takes longer to make than a decode step has
 class AttentionRequest:
     """One call of an attention function; everything that hides keys combines by intersection."""
 
@@ -89,29 +88,37 @@ def build_request(
     )
     if attention_mask is None or attention_mask.ndim == 2:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        request = _without_mask(request, attention_mask, sliding_window, bool(causal))
+        _without_mask(request, attention_mask, sliding_window, bool(causal))
     else:
-        request = _with_mask(request, attention_mask)
-    return _with_sequences(request, kwargs)
+        _with_mask(request, attention_mask)
+    if "indices" in kwargs or "block_indices" in kwargs:
+        selected = selected_keys(module, q, k, kwargs)
+        if selected is not None:
+            selected = selected[..., : request.k.shape[2]]
+            request.mask = selected if request.mask is None else request.mask & selected
+    if kwargs.get("cu_seq_lens_q") is not None:
+        _with_sequences(request, kwargs)
+    return request
 
 
 def _in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Autocast's dtype where it is on, else v's: rotary embeddings and norms leave q and k in float32."""
     device_type = v.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else v.dtype
+    if q.dtype == k.dtype == v.dtype == dtype:
+        return q, k, v
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _without_mask(
-    request: AttentionRequest, padding: Tensor | None, sliding_window: int | None, causal: bool
-) -> AttentionRequest:
+def _without_mask(request: AttentionRequest, padding: Tensor | None, sliding_window: int | None, causal: bool) -> None:
     """No mask, or nothing but key padding (batch, seqlen_k): causality and window are the caller's word."""
     width = sliding_window - 1 if sliding_window else -1
-    mask = None if padding is None else padding.bool()[:, None, None, : request.k.shape[2]]
-    return replace(request, causal=causal, window_size=(width, -1 if causal else width), mask=mask)
+    request.causal, request.window_size = causal, (width, -1 if causal else width)
+    if padding is not None:
+        request.mask = padding.bool()[:, None, None, : request.k.shape[2]]
 
 
-def _with_mask(request: AttentionRequest, mask: Tensor) -> AttentionRequest:
+def _with_mask(request: AttentionRequest, mask: Tensor) -> None:
     """A four-dimensional mask is the whole truth, causality and window included.
 
     It may be longer than the keys, and the keys (unfilled slots of a static cache) longer than it.
@@ -121,56 +128,62 @@ def _with_mask(request: AttentionRequest, mask: Tensor) -> AttentionRequest:
     seqlen_k = request.k.shape[2]
     if 1 < mask.shape[3] < seqlen_k:
         seqlen_k = mask.shape[3]
-        request = replace(request, k=request.k[:, :, :seqlen_k], v=request.v[:, :, :seqlen_k])
+        request.k, request.v = request.k[:, :, :seqlen_k], request.v[:, :, :seqlen_k]
         if request.bias is not None:
-            request = replace(request, bias=request.bias[..., :seqlen_k])
+            request.bias = request.bias[..., :seqlen_k]
     described = mask.described if isinstance(mask, IntervalMask) else None
     if described is not None:
-        return _with_intervals(request, described)
-    dense = mask.dense() if isinstance(mask, IntervalMask) else mask
-    return _with_dense(request, dense[..., :seqlen_k])
+        _with_intervals(request, described)
+    else:
+        dense = mask.dense() if isinstance(mask, IntervalMask) else mask
+        _with_dense(request, dense[..., :seqlen_k])
 
 
-def _with_intervals(request: AttentionRequest, described: KeyIntervals) -> AttentionRequest:
+def _with_intervals(request: AttentionRequest, described: KeyIntervals) -> None:
     seqlen_q, seqlen_k = request.q.shape[2], request.k.shape[2]
     if described.seqlen_q != seqlen_q:
         raise ValueError(f"attention_mask has {described.seqlen_q} rows, query {seqlen_q}.")
     if described.seqlen_k > seqlen_k:
         described = described.take_keys(0, seqlen_k)
-    mask = None if described.key_mask is None else described.key_mask[:, None, None, :]
+    if described.key_mask is not None:
+        request.mask = described.key_mask[:, None, None, :]
     window = described.window_size
     if window is None:
-        return replace(request, mask=mask, intervals=described)
+        request.intervals = described
+        return
     left, right = window
-    return replace(request, mask=mask, causal=right == 0, window_size=(left, -1 if right == 0 else right))
+    request.causal, request.window_size = right == 0, (left, -1 if right == 0 else right)
 
 
-def _with_dense(request: AttentionRequest, mask: Tensor) -> AttentionRequest:
+def _with_dense(request: AttentionRequest, mask: Tensor) -> None:
     if mask.dtype == torch.bool:
-        return replace(request, mask=mask)
+        request.mask = mask
+        return
     if not mask.is_floating_point():
         raise ValueError(f"attention_mask of dtype {mask.dtype}: bool or a float dtype is supported.")
-    hidden = mask <= torch.finfo(mask.dtype).min
-    # One bool is read back from the device here, in every layer; bool masks and intervals need no such look.
-    if not mask.requires_grad and bool((hidden | (mask == 0)).all()):
-        return replace(request, mask=~hidden)
-    bias = mask.masked_fill(hidden, -torch.inf)  # the least number a dtype has hides keys: a row of it sees none
-    return replace(request, bias=bias if request.bias is None else request.bias + bias)
+    # The least number of a dtype hides a key, a bias added to it or not: a row of nothing else sees no key. Whether
+    # the mask does anything but hide is not asked: the answer would have to be read back from the device.
+    bias = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
+    request.bias = bias if request.bias is None else request.bias + bias
 
 
-def _with_sequences(request: AttentionRequest, kwargs: dict[str, Any]) -> AttentionRequest:
-    cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if cu_seqlens_q is None:
-        return request
+def _with_sequences(request: AttentionRequest, kwargs: dict[str, Any]) -> None:
+    cu_seqlens_q, cu_seqlens_k = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
     if request.q.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs all sequences in one row, not a batch of {request.q.shape[0]}.")
-    sequences = Sequences(
+    request.sequences = Sequences(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        max_seqlen_q=int(kwargs.get("max_length_q") or request.q.shape[2]),
-        max_seqlen_k=int(kwargs.get("max_length_k") or request.k.shape[2]),
+        max_seqlen_q=_longest(kwargs.get("max_length_q"), request.q.shape[2], cu_seqlens_q),
+        max_seqlen_k=_longest(kwargs.get("max_length_k"), request.k.shape[2], cu_seqlens_q),
     )
-    return replace(request, sequences=sequences)
+
+
+def _longest(given: Any, total: int, cu_seqlens: Tensor) -> int:
+    """``given`` if it is known without asking the device, else the mean: it chooses a tile, and nothing hangs on it."""
+    if isinstance(given, int) and given > 0:
+        return given
+    return -(-total // max(cu_seqlens.shape[0] - 1, 1))
 
 
 def within_sequences(request: AttentionRequest) -> AttentionRequest:

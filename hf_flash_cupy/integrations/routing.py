@@ -6,7 +6,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+
+from hf_flash_cupy.integrations.class_maps import class_maps
 
 _routed: dict[type, bool] = {}
 
@@ -19,10 +22,20 @@ def routes_attention(config: Any) -> bool:
     none of the files they come from knows ``ALL_ATTENTION_FUNCTIONS``. A model that cannot be found counts
     as routed.
     """
-    kind = type(config)
-    if kind not in _routed:
-        _routed[kind] = all(_module_routes(module) for module in _model_modules(kind))
-    return _routed[kind]
+    routed: bool = _routes(type(config))
+    return routed
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo cannot trace a look into modules
+def _routes(config_class: type) -> bool:
+    if config_class not in _routed:
+        _routed[config_class] = all(_module_routes(module) for module in _model_modules(config_class))
+    return _routed[config_class]
+
+
+def has_class_maps(config: Any) -> bool:
+    """Does the model choose its attention from a map of implementation names? Its layers then said so when built."""
+    return any(class_maps(module) for module in _model_modules(type(config)))
 
 
 def _model_modules(config_class: type) -> list[ModuleType]:

@@ -22,17 +22,26 @@ NAMES = {"cupy_fa1": "fa1", "cupy_fa2": "fa2"}  # and the algorithm behind each
 def register() -> None:
     """Makes ``attn_implementation="cupy_fa1"`` and ``"cupy_fa2"`` known to Transformers; repeating it is harmless.
 
+    Also ``"paged|cupy_fa2"``, which ``generate_batch`` takes by itself (5.17; from 5.24 on it wants
+    :func:`hf_flash_cupy.enable_flash_alias`).
+
     The mask function goes with it: under a name that has none, Transformers passes no mask at all, and
     padding, window and packing are silently lost.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from hf_flash_cupy.integrations.class_maps import add_to_class_maps
     from hf_flash_cupy.integrations.masks import attention_mask
+    from hf_flash_cupy.integrations.paged import paged_attention_forward
 
     for name, algorithm in NAMES.items():
         function = update_wrapper(partial(attention_forward, algorithm=algorithm), attention_forward)
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, attention_mask)
+        # Lengths say all that is visible in continuous batching: without a mask function there is no mask.
+        paged = update_wrapper(partial(paged_attention_forward, algorithm=algorithm), paged_attention_forward)
+        AttentionInterface.register(f"paged|{name}", paged)
+    add_to_class_maps(NAMES)
 
 
 def attention_forward(
@@ -49,7 +58,7 @@ def attention_forward(
     is_causal: bool | None = None,
     algorithm: str = "fa2",
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, with the arguments that Transformers' models call it with.
 
     Args:
@@ -65,18 +74,18 @@ def attention_forward(
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         is_causal: counts only without a mask; None = what the module says, False where it says nothing.
         algorithm: "fa2" or "fa1", which the registered name decides.
-        kwargs: ``s_aux``/``sinks``, ``position_bias``, ``cu_seq_lens_q/k`` and ``max_length_q/k`` count;
-            other names known to change the result are refused; the rest is ignored.
+        kwargs: ``s_aux``/``sinks``, ``position_bias``, ``cu_seq_lens_q/k`` and ``max_length_q/k``, ``indices``,
+            ``block_indices`` and ``output_attentions`` count; other names known to change the result are refused; the
+            rest is ignored.
 
     Returns:
-        (batch, seqlen_q, num_heads, head_dim_v), contiguous, in v's dtype (autocast's where on), and None. It has
-        gradients by query, key, value, sinks and biases.
+        (batch, seqlen_q, num_heads, head_dim_v), contiguous, in v's dtype (autocast's where on), and None; with
+        ``output_attentions`` the probabilities (batch, num_heads, seqlen_q, seqlen_k) instead of None. It has gradients
+        by query, key, value, sinks and biases.
 
     Raises:
         UnsupportedProblem: the layer asks for what no kernel can do; it says what, and what to do.
     """
-    if kwargs.get("output_attentions"):
-        warn_once(f'cupy_{algorithm} returns no attention probabilities: attn_implementation="eager" does.')
     request = build_request(
         module,
         query,
@@ -90,7 +99,24 @@ def attention_forward(
         is_causal=is_causal,
         kwargs=kwargs,
     )
+    if kwargs.get("output_attentions"):
+        return _with_probabilities(module, request, algorithm)
     return run_recorded(module, lambda: _attend(request, algorithm)), None
+
+
+def _with_probabilities(module: Any, request: AttentionRequest, algorithm: str) -> tuple[Tensor, Tensor]:
+    warn_once(
+        f"output_attentions=True: cupy_{algorithm} computes the probabilities by plain operations of torch, exact but "
+        "with the memory and time of eager attention. Without it the kernels run."
+    )
+    weights: list[Tensor] = []
+
+    def attend() -> tuple[Tensor, str]:
+        out, probabilities = on_torch.attend_with_probabilities(request)
+        weights.append(probabilities)
+        return out, "probabilities"
+
+    return run_recorded(module, attend), weights[0]
 
 
 def _attend(request: AttentionRequest, algorithm: str) -> tuple[Tensor, str]:

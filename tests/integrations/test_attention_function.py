@@ -1,4 +1,4 @@
-"""The attention function by itself: every argument against float64, and what it refuses by name."""
+"""The attention function by itself: masks, arguments, dtypes and gradients against float64."""
 
 from __future__ import annotations
 
@@ -10,50 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_flash_cupy import UnsupportedProblem
 from hf_flash_cupy.integrations.key_intervals import IntervalMask, KeyIntervals
 from hf_flash_cupy.integrations.transformers import attention_forward
 from hf_flash_cupy.reference import attention_reference
 
-CAUSAL = SimpleNamespace(training=False, is_causal=True, layer_idx=0)
-ENCODER = SimpleNamespace(training=False, is_causal=False, layer_idx=0)
-SILENT = SimpleNamespace(training=False)
-
-
-def qkv(
-    batch: int = 2,
-    heads: int = 4,
-    heads_k: int = 2,
-    rows: int = 9,
-    keys: int = 9,
-    dim: int = 16,
-    dim_v: int = 16,
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(batch, heads, rows, dim), (batch, heads_k, keys, dim), (batch, heads_k, keys, dim_v)]
-    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-    return q, k, v
-
-
-def check(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None = None,
-    module: Any = CAUSAL,
-    expected: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Compares with the float64 reference called with ``expected``: at most twice as far off as float32's."""
-    out, weights = attention_forward(module, *tensors, mask, **{"scaling": None, **kwargs})
-    transposed = [x.transpose(1, 2) for x in tensors]
-    truth, _ = attention_reference(*transposed, **(expected or {}))
-    plain, _ = attention_reference(*transposed, **(expected or {}), compute_dtype=torch.float32)
-    assert weights is None
-    assert out.is_contiguous()
-    assert out.shape == truth.shape
-    floor = 4 * torch.finfo(out.dtype).eps * float(truth.abs().max())
-    tolerance = 2 * float((plain.to(out.dtype) - truth).abs().max()) + floor
-    torch.testing.assert_close(out.double(), truth, rtol=0, atol=tolerance)
-    return out
+from .calls import CAUSAL, ENCODER, SILENT, check, qkv
 
 
 class TestWithoutMask:
@@ -102,6 +63,17 @@ class TestMasks:
     def test_a_float_mask_that_only_hides_is_a_bool_mask(self, hidden: float) -> None:
         visible = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(1)) > 0.4
         check(qkv(), torch.where(visible, 0.0, hidden), expected={"mask": visible})
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_the_least_number_hides_with_a_bias_on_top(self, dtype: torch.dtype) -> None:
+        """finfo.min + finfo.min is −inf, finfo.min + 20 in float16 is not finfo.min: all hide, whole rows included."""
+        visible = torch.ones(9, 9, dtype=torch.bool).tril()
+        visible[5] = False
+        least = torch.finfo(dtype).min
+        mask = torch.where(visible, 0.0, least).to(dtype) + torch.tensor([0.0, 20.0, least] * 3).to(dtype)
+        mask = torch.where(visible, 0.0, mask)
+        out = check(qkv(), mask[None, None], expected={"mask": visible})
+        assert (out[:, 5] == 0).all()
 
     def test_a_mask_longer_than_the_keys_is_cut(self) -> None:
         mask = torch.ones(2, 1, 9, 12, dtype=torch.bool).tril()
@@ -183,10 +155,6 @@ class TestArguments:
         out, _ = attention_forward(CAUSAL, q[:0], k[:0], v[:0], None, scaling=None)
         assert out.shape == (0, 9, 4, 16)
 
-    def test_asking_for_probabilities_warns(self) -> None:
-        with pytest.warns(UserWarning, match="eager"):
-            check(qkv(), output_attentions=True, expected={"causal": True})
-
 
 class TestSequences:
     LENGTHS = torch.tensor([0, 4, 4, 9, 12], dtype=torch.int32)
@@ -261,21 +229,6 @@ class TestDtypes:
             parameters = [torch.nn.Parameter(x) for x in (q, k, v)]
             out, _ = attention_forward(CAUSAL, *parameters, None, scaling=None)
         assert torch.equal(out, attention_forward(CAUSAL, q, k, v, None, scaling=None)[0])
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "indices": {"indices": torch.zeros(2, 9, 4, dtype=torch.long)},
-    "block_indices": {"block_indices": torch.zeros(2, 9, 4, dtype=torch.long)},
-    "block_table": {"block_table": torch.zeros(1, 2, 4, dtype=torch.int32)},
-}
-
-
-class TestRefusals:
-    @pytest.mark.parametrize("name", REFUSED)
-    def test_what_would_change_the_result_is_refused_by_name(self, name: str) -> None:
-        with pytest.raises(UnsupportedProblem, match=name) as error:
-            attention_forward(CAUSAL, *qkv(), None, scaling=None, **REFUSED[name])
-        assert 'attn_implementation="sdpa"' in str(error.value)
 
 
 class TestModifications:

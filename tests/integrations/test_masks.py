@@ -173,7 +173,6 @@ DENSE: dict[str, dict[str, Any]] = {
     },
     "union with a gap": {"mask_function": hf.or_masks(WINDOW, hf.padding_mask_function(keep("10000000", "10000000")))},
     "a window of none": {"mask_function": hf.sliding_window_causal_mask_function(0)},
-    "one row, padded": {"q_length": 1, "q_offset": 7, "attention_mask": keep("00111111", "11111111")},
     "one row, static cache": {"q_length": 1, "q_offset": torch.tensor(4)},
 }
 
@@ -183,6 +182,18 @@ def test_what_intervals_cannot_say_is_dense(kind: str) -> None:
     ours, truth = ours_and_truth(**DENSE[kind])
     assert not isinstance(ours, IntervalMask)
     assert torch.equal(ours, truth)
+
+
+@pytest.mark.parametrize("function", [hf.causal_mask_function, WINDOW])
+@pytest.mark.parametrize("first", ["00111111", "01011111", "11111111"])
+def test_one_row_keeps_its_padding_as_it_is(first: str, function: Callable[..., Any]) -> None:
+    padding = keep(first, "11111111")
+    ours, truth = ours_and_truth(q_length=1, q_offset=7, mask_function=function, attention_mask=padding)
+    assert isinstance(ours, IntervalMask)
+    assert ours.described is not None
+    assert (ours.described.key_mask is None) == bool(padding.all())
+    assert ours.described.window_size is not None
+    assert torch.equal(ours.dense(), truth)
 
 
 def test_a_union_is_looked_at_each_time() -> None:
@@ -258,6 +269,19 @@ def test_any_packing_window_and_padding(lengths: list[int], window: int, left: i
         batch_size=1, q_length=size, kv_length=size, mask_function=function, attention_mask=padding
     )
     assert torch.equal(dense(ours), truth)
+
+
+def test_packed_windows_take_kilobytes() -> None:
+    """16 sequences of 1,000 tokens: a dense mask would have 256 MB."""
+    ids = torch.arange(16).repeat_interleave(1000)[None]
+    function = hf.and_masks(hf.sliding_window_causal_mask_function(512), hf.packed_sequence_mask_function(ids))
+    arguments = {"batch_size": 1, "q_length": 16_000, "kv_length": 16_000, "mask_function": function, "device": "cpu"}
+    mask = masks.attention_mask(**arguments, config=None)
+    assert isinstance(mask, IntervalMask)
+    assert mask.described is not None
+    held = [*vars(mask.described).values(), mask.described.intervals]
+    assert sum(x.untyped_storage().nbytes() for x in held if isinstance(x, Tensor)) <= 2**20
+    assert mask._dense is None
 
 
 # --- the tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from typing import Any
 
@@ -150,3 +151,38 @@ def test_a_model_with_its_own_attention_stays_right_and_says_so() -> None:
         assert_same(logits_of_ours, logits(build("bloom"), "eager", **inputs), inputs.get("attention_mask"))
     assert len([w for w in warned if "Bloom does not route" in str(w.message)]) == 1
     assert layers == {}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "bert"])
+def test_output_attentions_are_eagers(name: str) -> None:
+    ids, mask = tokens(2, 9), padding(2, 9, "right")
+    found = []
+    for implementation_name in ("eager", "cupy_fa2"):
+        model = build(name)
+        with torch.no_grad(), implementation(model, implementation_name), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(model(input_ids=ids, attention_mask=mask, output_attentions=True))
+    assert_same(found[1].logits, found[0].logits, mask)
+    assert len(found[1].attentions) == 2
+    for ours, expected in zip(found[1].attentions, found[0].attentions, strict=True):
+        valid = mask[:, None, :, None].expand_as(expected)
+        assert_same(ours, expected, valid)
+
+
+def test_packed_encoder() -> None:
+    """cu_seq_lens are an encoder's only sign of packing: every sequence equals its own separate run."""
+    model, ids, ends = build("bert"), tokens(1, 14), (0, 5, 14)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    positions = torch.cat([torch.arange(5), torch.arange(9)])[None]
+    packed = logits(
+        model,
+        "cupy_fa2",
+        input_ids=ids,
+        position_ids=positions,
+        cu_seq_lens_q=offsets,
+        cu_seq_lens_k=offsets,
+        max_length_q=9,
+        max_length_k=9,
+    )
+    for start, stop in itertools.pairwise(ends):
+        assert_same(packed[:, start:stop], logits(model, "eager", input_ids=ids[:, start:stop]))

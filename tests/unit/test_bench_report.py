@@ -189,5 +189,6 @@ def test_the_committed_records_name_commands_that_exist() -> None:
                 "--seconds",
                 "--markdown",
                 "--plot",
+                "--rows",
             }
             assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, path.name

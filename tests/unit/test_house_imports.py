@@ -18,12 +18,13 @@ SOURCES = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix 
 LAYERS = (
     {"env", "errors"},
     {"problem"},
-    {"tiles", "checks", "cards"},
-    {"jit", "dispatch", "params", "dlpack", "host", "reference", "dropout_mask"},
+    {"tiles", "checks", "cards", "tensormap"},
+    {"jit", "dispatch", "params", "dlpack", "host", "reference", "dropout_mask", "rotary"},
     {"launch"},
     {"plans"},
-    {"call", "fa1", "fa2_backward"},
+    {"call", "decode", "fa1", "fa2_backward", "sm90"},
     {"execute"},
+    {"kvcache"},
     {"custom_ops"},
     {"ops"},
     {"functional", "explanation"},
@@ -32,7 +33,7 @@ LAYERS = (
     {"__init__"},
 )
 CUPY_USERS = {"jit", "launch"}
-TRANSFORMERS_USERS = {"integrations", "evaluation"}
+TRANSFORMERS_USERS = {"integrations", "evaluation", "bench"}
 
 CPP_LAYERS = ({"common"}, {"isa"}, {"tile"}, {"attn"}, {"fa1", "fa2"})
 
