@@ -16,6 +16,7 @@ from hf_flash_cupy.bench import peers, plots, report
 from hf_flash_cupy.bench import record as records
 from hf_flash_cupy.bench.calls import call_costs
 from hf_flash_cupy.bench.measure import Measurement, Row, release, why
+from hf_flash_cupy.bench.models_command import bench_models
 from hf_flash_cupy.bench.race import whole_rounds
 from hf_flash_cupy.bench.shapes import DIRECTIONS, DTYPES, PRESETS, Shape, papers_shapes, with_heads_k
 from hf_flash_cupy.errors import MissingDependency
@@ -46,6 +47,7 @@ class Settings:
 
 
 def bench(
+    ctx: typer.Context,
     preset: Annotated[str, typer.Option(help="; ".join(f"{k}: {v.about}" for k, v in PRESETS.items()))] = "cells",
     dims: Annotated[str, typer.Option(help="head sizes, in place of the preset's shapes")] = "",
     lengths: Annotated[str, typer.Option(help="sequence lengths, in place of the preset's shapes")] = "",
@@ -67,6 +69,8 @@ def bench(
     smoke: Annotated[bool, typer.Option("--smoke", help="a tiny shape on the CPU, to see that this works")] = False,
 ) -> None:
     """Measures attention forward, backward and both, ours and every peer that is there, interleaved."""
+    if ctx.invoked_subcommand is not None:
+        return
     if preset not in PRESETS:
         raise typer.BadParameter(f"--preset {preset}: supported are {', '.join(PRESETS)}")
     if plot is not None:
@@ -181,3 +185,8 @@ def _chosen(option: str, text: str, default: Sequence[str], allowed: Collection[
     if unknown := [name for name in names if name not in allowed]:
         raise typer.BadParameter(f"{option} {', '.join(unknown)}: supported are {', '.join(allowed)}")
     return names
+
+
+app = typer.Typer(add_completion=False)
+app.callback(invoke_without_command=True)(bench)
+app.command("models")(bench_models)

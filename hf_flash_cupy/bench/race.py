@@ -51,10 +51,10 @@ class Stopped(Exception):
         self.error = error
 
 
-def race(runs: dict[str, Run], rounds: int, round_ms: float, device: str) -> dict[str, float]:
+def race(runs: dict[str, Run], rounds: int, round_ms: float, device: str, *, least_calls: int = 2) -> dict[str, float]:
     """Median milliseconds of each, every one in turn for ``round_ms``. Raises :class:`Stopped` naming who failed."""
     names = list(runs)
-    calls = {name: _calls(name, run, round_ms, device) for name, run in runs.items()}
+    calls = {name: _calls(name, run, round_ms, device, least_calls) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in names}
     for position in _positions(rounds, len(names)):
         name = names[position]
@@ -68,9 +68,9 @@ def _positions(rounds: int, count: int) -> Iterable[int]:
         yield from orders[index % len(orders)]
 
 
-def _calls(name: str, run: Run, round_ms: float, device: str) -> int:
+def _calls(name: str, run: Run, round_ms: float, device: str, least: int) -> int:
     """How many calls fill a round. The first call has compiled or chosen what it needs already."""
-    few, least = (1, 1) if device == "cpu" else (3, 2)
+    few, least = (1, 1) if device == "cpu" else (2 * least - 1, least)
     return max(least, int(round_ms / max(_guarded(name, run, few, device), 1e-6)))
 
 

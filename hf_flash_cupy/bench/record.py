@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hf_flash_cupy.bench.measure import Row
+from hf_flash_cupy.bench.models import ModelRow
 from hf_flash_cupy.bench.shapes import Shape
 
 _DISTRIBUTIONS = (
@@ -26,6 +27,7 @@ _DISTRIBUTIONS = (
     "cupy-cuda12x",
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-nvrtc-cu12",
+    "transformers",
     "triton",
     "flash-attn",
     "fa3-fwd",
@@ -42,6 +44,7 @@ class Record:
     not_run: list[str] = field(default_factory=list)  # rows that the time budget left out
     call_microseconds: dict[str, float] = field(default_factory=dict)
     smoke: bool = False
+    models: list[ModelRow] = field(default_factory=list)  # whole models
 
     def write(self, path: Path) -> None:
         """Replaces ``path`` in one step, so that an interrupted run leaves a whole record."""
@@ -49,6 +52,7 @@ class Record:
             **self.environment,
             "smoke": self.smoke,
             "rows": [asdict(row) for row in self.rows],
+            "models": [asdict(row) for row in self.models],
             "not_run": self.not_run,
             "call_microseconds": self.call_microseconds,
         }
@@ -69,8 +73,9 @@ def read(path: Path) -> Record:
     """The record in ``path``, those of version 0.1 (forward only, our extra bytes only) included."""
     content: dict[str, Any] = json.loads(path.read_text())
     rows = [_row(each) for each in content.pop("rows")]
+    models = [ModelRow(**each) for each in content.pop("models", [])]
     taken = {name: content.pop(name, default) for name, default in (("not_run", []), ("call_microseconds", {}))}
-    return Record(rows=rows, smoke=content.pop("smoke", False), environment=content, **taken)
+    return Record(rows=rows, models=models, smoke=content.pop("smoke", False), environment=content, **taken)
 
 
 def _row(content: dict[str, Any]) -> Row:

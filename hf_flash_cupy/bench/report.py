@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from hf_flash_cupy.bench import models
 from hf_flash_cupy.bench.claims import best_peer, claims
 from hf_flash_cupy.bench.measure import Row
 from hf_flash_cupy.bench.peers import CUBLAS, IMPLEMENTATIONS, label
@@ -45,7 +46,12 @@ def grids(record: Record) -> Iterator[Grid]:
         yield _speeds(TITLES[direction] + unit, rows)
         if any(row.peak_bytes for row in rows):
             yield _memory(f"{TITLES[direction]}: peak device memory, MiB (in brackets: beyond the results)", rows)
+    if record.models:
+        head, lines = models.table(record.models)
+        unit = ", smoke run on a CPU: its times mean nothing" if record.smoke else ", milliseconds (extra MiB)"
+        yield Grid(f"Whole models{unit}", head, list(lines))
     failures = [[row.shape.label, row.direction, label(name), why] for row, name, why in _failures(record)]
+    failures += [[row.label, "model", name, why] for row in record.models for name, why in row.failed.items()]
     if failures:
         yield Grid("Not measured", ["shape", "direction", "implementation", "reason"], failures)
     unchecked = [[row.shape.label, row.direction, row.unchecked] for row in record.rows if row.unchecked]
@@ -53,7 +59,7 @@ def grids(record: Record) -> Iterator[Grid]:
         yield Grid("Results not compared with torch's", ["shape", "direction", "reason"], unchecked)
     if record.not_run:
         yield Grid("Left out by the time budget", ["row"], [[text] for text in record.not_run])
-    if not record.smoke:
+    if record.rows and not record.smoke:
         found = [[each.claim, each.source, each.found or "not measured here"] for each in claims(record)]
         yield Grid("What the papers claim", ["claim", "source", "here"], found)
 

@@ -64,9 +64,12 @@ def ppl(
     min_speedup: opt.MinSpeedup = None,
     print_schema: opt.PrintSchema = False,
 ) -> None:
-    """Perplexity of a model through one or several attention implementations, on the same windows."""
+    """Perplexity of a model through one or several attention implementations, on the same windows.
+
+    Under torchrun or accelerate launch the batches are dealt out to the processes; sums are those of one process.
+    """
     with _exit_codes():
-        from hf_flash_cupy.evaluation import evaluate, gates, schema
+        from hf_flash_cupy.evaluation import evaluate, gates, processes, schema
         from hf_flash_cupy.evaluation import model as models
 
         if print_schema:
@@ -92,7 +95,10 @@ def ppl(
             warmup=warmup,
             limits=gates.Limits(max_ppl, max_ppl_ratio, max_kl, min_top1, expect_ppl, rtol, min_speedup),
         )
-        report = evaluate.evaluate(settings, _observer(format, quiet, no_progress))
+        silent = processes.started().rank > 0
+        report = evaluate.evaluate(settings, _observer(format, quiet or silent, no_progress))
+        if silent:
+            return  # the first process reports, and its exit code counts
         _deliver(report, format, out)
         raise typer.Exit(report.exit_code)
 

@@ -13,6 +13,7 @@ from hf_flash_cupy.evaluation.data import Corpus, Prefix, TokenStream, read_corp
 from hf_flash_cupy.evaluation.model import LoadedModel, ModelSource, check_attn_names, load, pick_device
 from hf_flash_cupy.evaluation.outcome import ExitCode, NumericalFailure, WrongUse
 from hf_flash_cupy.evaluation.probes import Check, LayerCalls, count_layers, probe
+from hf_flash_cupy.evaluation.processes import Processes, joined, local_rank, merged
 from hf_flash_cupy.evaluation.protocols import PROTOCOLS, Protocol, make_windows
 from hf_flash_cupy.evaluation.report import section
 from hf_flash_cupy.evaluation.runner import Plan, Progress, Runner
@@ -71,6 +72,7 @@ class _Session:
     prefix: Prefix
     attns: tuple[str, ...]
     layers: dict[str, LayerCalls] = field(default_factory=dict)
+    processes: Processes = field(default_factory=Processes)
     checks: list[Check] = field(default_factory=list)
     costs: dict[str, meters.Cost] = field(default_factory=dict)
     interrupted: bool = False
@@ -95,14 +97,15 @@ def evaluate(settings: Settings, observer: Observer) -> Report:
         MissingDependency: the model, the text, or a compiler is missing.
     """
     attns = _attn_names(settings)
-    device = pick_device(settings.device)
-    with _kernels_on_cpu(attns, device, observer.say):
-        session = _open(settings, attns, device, observer)
+    device = pick_device(settings.device, local_rank())
+    with _kernels_on_cpu(attns, device, observer.say), joined() as processes:
+        session = _open(settings, attns, device, observer, processes)
         plans = [_plan(session, context) for context in (settings.context, *settings.lengths)]
         try:
             _probe(session, max(plan.context for plan in plans))
         except KeyboardInterrupt:
             session.interrupted = True
+        _share(session)
         sections = [_run(session, plan) for plan in plans]
         return _report(session, sections)
 
@@ -140,12 +143,16 @@ def _kernels_on_cpu(attns: Sequence[str], device: torch.device, say: Callable[[s
             os.environ[_KERNELS_ON_CPU] = before
 
 
-def _open(settings: Settings, attns: tuple[str, ...], device: torch.device, observer: Observer) -> _Session:
+def _open(
+    settings: Settings, attns: tuple[str, ...], device: torch.device, observer: Observer, processes: Processes
+) -> _Session:
     import torch
 
     torch.manual_seed(facts.SEED)
     if settings.source.name == demo.NAME or not settings.files:
-        demo.fetch(observer.say)
+        if processes.rank == 0:
+            demo.fetch(observer.say)
+        processes.gather(None)  # the others wait for the files
     observer.say(f"Loading {settings.source.name} on {device} …")
     loaded = load(settings.source, settings.dtype, device, attns[0])
     corpus = read_corpus(settings.files, settings.mode, settings.joiner)
@@ -154,7 +161,7 @@ def _open(settings: Settings, attns: tuple[str, ...], device: torch.device, obse
     if budget is None:
         budget = CPU_TOKEN_BUDGET if device.type == "cpu" else 0
     stream = tokenize(loaded.tokenizer, corpus, prefix, budget)
-    session = _Session(settings, observer, loaded, corpus, stream, prefix, attns)
+    session = _Session(settings, observer, loaded, corpus, stream, prefix, attns, processes=processes)
     session.costs = {name: meters.Cost() for name in attns}
     return session
 
@@ -206,14 +213,16 @@ def _run(session: _Session, plan: Plan) -> Section:
     """Evaluate one plan, unless a probe failed: then no number would mean anything."""
     import torch
 
-    runner = Runner(session.loaded.model, plan, session.attns)
+    processes = session.processes
+    runner = Runner(session.loaded.model, plan, session.attns, processes.rank, processes.size)
     for name, tally in runner.tallies.items():
         # What the probes had to compile counts in the first section.
         tally.cost = session.costs.pop(name, tally.cost)
     try:
         if session.sound and not session.interrupted:
             runner.warm_up(session.settings.warmup)
-            with session.observer.track(f"context {plan.context}", len(plan.windows)) as progress:
+            mine = sum(map(len, runner.batches))
+            with session.observer.track(f"context {plan.context}", mine) as progress:
                 runner.run(progress)
     except KeyboardInterrupt:
         session.interrupted = True
@@ -222,6 +231,8 @@ def _run(session: _Session, plan: Plan) -> Section:
     except NumericalFailure as failure:
         token = session.loaded.tokenizer.decode([int(session.stream.ids[failure.token])])
         session.checks.append(Check(f"finite nll {failure.attn}", False, f"{failure} ({token!r})"))
+    _share(session)
+    tallies = [processes.gather(runner.tallies[name]) for name in session.attns]
     info = ProtocolInfo(
         name=session.protocol.name,
         context=plan.context,
@@ -231,7 +242,17 @@ def _run(session: _Session, plan: Plan) -> Section:
         scored=0,
         rule=session.protocol.rule,
     )
-    return section(plan, list(runner.tallies.values()), session.layers, session.stream, info, session.loaded.dtype)
+    whole = [merged(parts) for parts in tallies]
+    return section(plan, whole, session.layers, session.stream, info, session.loaded.dtype)
+
+
+def _share(session: _Session) -> None:
+    """What failed in one process, or was interrupted there, has failed in all."""
+    failed = [check for check in session.checks if not check.ok]
+    everyones = session.processes.gather((failed, session.interrupted))
+    for checks, interrupted in everyones:
+        session.checks += [check for check in checks if check not in session.checks]
+        session.interrupted = session.interrupted or interrupted
 
 
 def _report(session: _Session, sections: Sequence[Section]) -> Report:
@@ -246,7 +267,7 @@ def _report(session: _Session, sections: Sequence[Section]) -> Report:
         code = ExitCode.INTERRUPTED
     return Report(
         **dict(sections[0]),
-        run=facts.describe_run(session.loaded.device),
+        run=facts.describe_run(session.loaded.device, session.processes.size),
         model=facts.describe_model(session.loaded),
         data=facts.describe_data(session.corpus, session.stream),
         checks=[CheckInfo(name=check.name, ok=check.ok, detail=check.detail) for check in session.checks],

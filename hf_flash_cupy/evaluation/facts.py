@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 SEED = 0
 
 
-def describe_run(device: torch.device) -> Run:
+def describe_run(device: torch.device, processes: int = 1) -> Run:
     import torch
 
     on_gpu = device.type == "cuda"
+    where = str(device) if on_gpu else f"cpu ({torch.get_num_threads()} threads)"
     return Run(
         command=shlex.join(["hf-flash-cupy", *sys.argv[1:]]),
         seed=SEED,
         versions=_versions(),
-        device=str(device) if on_gpu else f"cpu ({torch.get_num_threads()} threads)",
+        device=where if processes == 1 else f"{processes} processes, the first on {where}",
         gpu=torch.cuda.get_device_name(device) if on_gpu else None,
         driver=_driver() if on_gpu else None,
     )

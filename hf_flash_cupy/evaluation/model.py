@@ -55,8 +55,8 @@ class LoadedModel:
         return int(limit) if limit else None
 
 
-def pick_device(device: str) -> torch.device:
-    """``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
+def pick_device(device: str, own: int = 0) -> torch.device:
+    """``auto`` (``cuda`` if there is one, else the CPU), ``cpu``, ``cuda`` (number ``own``) or ``cuda:N``."""
     import torch
 
     if device == "auto":
@@ -64,7 +64,7 @@ def pick_device(device: str) -> torch.device:
     if not (device in ("cpu", "cuda") or device.removeprefix("cuda:").isdecimal()):
         raise WrongUse(f"--device {device}: must be auto, cpu, cuda or cuda:N")
     if device.startswith("cuda"):
-        index = int(device.partition(":")[2] or 0)
+        index = int(device.partition(":")[2] or own)
         if index >= torch.cuda.device_count():
             raise WrongUse(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices")
         return torch.device("cuda", index)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,8 +75,10 @@ Progress = Callable[[Plan, Sequence[int], Sequence[Tally]], None]
 class Runner:
     """Evaluates ``attns`` on ``plan``; ``tallies`` is valid at any moment, also after an interruption."""
 
-    def __init__(self, model: Any, plan: Plan, attns: Sequence[str]) -> None:
+    def __init__(self, model: Any, plan: Plan, attns: Sequence[str], rank: int = 0, size: int = 1) -> None:
+        """``rank`` of ``size`` processes, each of which does every ``size``-th batch."""
         self.model, self.plan, self.attns = model, plan, list(attns)
+        self.batches = list(islice(plan.batches(), rank, None, size))
         self.tallies = {name: Tally.empty(name, len(plan.windows)) for name in attns}
         self._takes_logits_to_keep = takes_logits_to_keep(model)
 
@@ -87,12 +90,12 @@ class Runner:
             self.tallies[name].cost.forget_speed()
 
     def run(self, progress: Progress = lambda _plan, _batch, _tallies: None) -> None:
-        """Evaluate every window.
+        """Evaluate every window of this process.
 
         Raises:
             NumericalFailure: a scored token's nll is not finite.
         """
-        for batch in self.plan.batches():
+        for batch in self.batches:
             baseline: Tensor | None = None
             for name in self.attns:
                 logits = self._logits(name, batch, held=baseline)
