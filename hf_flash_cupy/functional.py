@@ -73,6 +73,8 @@ def flash_attention(
     if not isinstance(q, Tensor):
         call = {key: value for key, value in locals().items() if key not in ("q", "k", "v")}
         return dlpack.call(flash_attention, (q, k, v), call)
+    if algorithm != "fa2":
+        checks.algorithm(algorithm)
     q, k, v = prepare(q, k, v, 4)
     if type(window_size) is not tuple:
         window_size = checks.pair(window_size)
@@ -128,6 +130,8 @@ def flash_attention_varlen(
         out (total_q, num_heads, head_dim_v) and, with ``return_lse``, lse (num_heads, total_q). Rows of no
         entry, as those beyond the last offset: out 0, lse −inf, zero gradients.
     """
+    if algorithm != "fa2":
+        checks.algorithm(algorithm)
     q, k, v = prepare(q, k, v, 3)
     checks.varlen(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     window_size = checks.pair(window_size)

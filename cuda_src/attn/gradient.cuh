@@ -25,7 +25,7 @@ __device__ __forceinline__ void probabilities_by_parts(float (&scores)[kM][kN][4
     const int row = row_of(i / 2, i % 2 * 2);
     const bool sees = row < rows.count && lse[i] != bits_float(0xff800000u);
     const float maximum = sees ? params.row_max[rows.first + row] : 0.0f;
-    const float inverse = sees ? 1.0f / params.row_sum[rows.first + row] : 1.0f;
+    const float inverse = sees ? reciprocal_fast(params.row_sum[rows.first + row]) : 1.0f;
     const bool scale_first = kScaleFirst || abs_float(maximum) > kLarge;
 #pragma unroll
     for (int j = 0; j < kN; ++j)
@@ -39,10 +39,10 @@ __device__ __forceinline__ void probabilities_by_parts(float (&scores)[kM][kN][4
 }
 
 // Scores become probabilities exp(score - lse); rows without keys have lse = -inf and only hidden scores. Where the rounding of
-// lse would show, its parts are read instead. kScaleFirst: the forward pass scaled all scores before their maximum was taken.
-template <typename Config, bool kScaleFirst, int kM, int kN>
+// lse would show, its parts are read instead, from rows(). kScaleFirst: the forward pass scaled all scores before their maximum.
+template <typename Config, bool kScaleFirst, int kM, int kN, typename Rows>
 __device__ __forceinline__ void probabilities_from(float (&scores)[kM][kN][4], const float (&lse)[2 * kM], float scale,
-                                                   const AttentionParams& params, StatisticRows rows) {
+                                                   const AttentionParams& params, Rows rows) {
   using Element = typename Config::Element;
   constexpr float kRounded = sizeof(Element) == 4 ? -1.0f : 512.0f;  // 2^9: from here on p may be off by 2^-15
   float lse_log2[2 * kM];
@@ -53,7 +53,7 @@ __device__ __forceinline__ void probabilities_from(float (&scores)[kM][kN][4], c
     large |= abs_float(lse_log2[row]) > kRounded;
   }
   if (warp_any(large)) {
-    probabilities_by_parts<Element, kScaleFirst>(scores, lse, scale, params, rows);
+    probabilities_by_parts<Element, kScaleFirst>(scores, lse, scale, params, rows());
   } else {
 #pragma unroll
     for (int i = 0; i < kM; ++i)

@@ -178,10 +178,7 @@ class Fa1Backward {
       if constexpr (Traits::kHoles) columns = seen_columns(p);
       float lse[2 * kM], delta[2 * kM];
       load_rows_of(lse, shared_.lse(stage));
-      const int64 first_of_head =
-          seqlen_.batch * params_.lse_batch_stride + visit.head * params_.lse_head_stride + seqlen_.first_q;
-      probabilities_from<Config, true>(p, lse, scale, params_,
-                                       {first_of_head + first_row, seqlen_.seqlen_q - first_row});  // line 13
+      probabilities_from<Config, true>(p, lse, scale, params_, [&] { return statistic_rows(visit, score_row); });  // line 13
       gemm_transposed<Multiply>(ds, shared_.dout(stage), score_row, shared_.v(), warp_key);  // line 17
       load_rows_of(delta, shared_.delta(stage));
       gradient.finish(ds, p, delta, params_.softmax_scale);  // lines 14, 15, 18, 20
@@ -191,6 +188,14 @@ class Fa1Backward {
     }
     store_accumulator(shared_.p(), score_row, p, warp_key);
     store_accumulator(shared_.ds(), score_row, ds, warp_key);
+  }
+
+  // The warp's rows of scores. Made where they are wanted, which is seldom: the loop has no register for them.
+  __device__ __forceinline__ StatisticRows statistic_rows(Visit visit, int score_row) const {
+    const int first_row = visit.i * Traits::kBr + score_row;
+    const int64 first_of_head =
+        seqlen_.batch * in_place(params_.lse_batch_stride) + visit.head * in_place(params_.lse_head_stride);
+    return {first_of_head + seqlen_.first_q + first_row, seqlen_.seqlen_q - first_row};
   }
 
   // lse or delta of the lane's rows.

@@ -156,8 +156,11 @@ __device__ __forceinline__ void backward_tile(const AttentionParams& params, con
     if constexpr (kHasHoles<Config>) walk.share_seen(shared.seen(), warp, seen_columns(p));
     float statistics[2 * kM];  // of this lane's rows: lse, then delta
     load_statistics(statistics, shared.lse(stage), score_row);
-    const int64 first_of_head = seqlen.batch * params.lse_batch_stride + step.head * params.lse_head_stride + seqlen.first_q;
-    probabilities_from<Config, false>(p, statistics, scale, params, {first_of_head + first_row, seqlen.seqlen_q - first_row});
+    probabilities_from<Config, false>(p, statistics, scale, params, [&] {
+      const int64 first_of_head =
+          seqlen.batch * in_place(params.lse_batch_stride) + step.head * in_place(params.lse_head_stride) + seqlen.first_q;
+      return StatisticRows{first_of_head + first_row, seqlen.seqlen_q - first_row};
+    });
 
     float ds[kM][kN][4];
     gemm_transposed<Multiply>(ds, shared.dout(stage), score_row, shared.v(), score_key);

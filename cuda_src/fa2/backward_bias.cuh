@@ -101,7 +101,8 @@ __device__ __forceinline__ void add_score_tile(float (&sums)[BiasTraits<Config>:
     lse[i] = row < seqlen.seqlen_q ? params.lse[statistics + row] : 0.0f;
     delta[i] = row < seqlen.seqlen_q ? params.delta[statistics + row] : 0.0f;
   }
-  probabilities_from<Config, false>(p, lse, scale, params, {statistics + tile.first_row, seqlen.seqlen_q - tile.first_row});
+  probabilities_from<Config, false>(p, lse, scale, params,
+                                    [&] { return StatisticRows{statistics + tile.first_row, seqlen.seqlen_q - tile.first_row}; });
   gemm_transposed<Multiply>(ds, shared.dout(), warp_row, shared.v());
   gradient.template finish<false>(ds, p, delta, 1.0f);
 #pragma unroll

@@ -113,7 +113,7 @@ __device__ __forceinline__ void dq_tile(const AttentionParams& params, const Seq
       const float scale = gradient.modify(p);
       if (visibility == Visibility::kSome) hide(p, visible);
       const uint32 seen = kHasHoles<Config> ? seen_columns(p) : 0;
-      probabilities_from<Config, false>(p, lse, scale, params, {statistics, num_rows - warp_row});
+      probabilities_from<Config, false>(p, lse, scale, params, [&] { return StatisticRows{statistics, num_rows - warp_row}; });
       gemm_transposed<Multiply>(ds, shared.dout(), warp_row, shared.v(n));
       gradient.finish(ds, p, delta, params.softmax_scale);
       gemm_accumulator<Multiply>(

@@ -125,6 +125,7 @@ WRONG: dict[str, Wrong] = {
     "dropout-nan": ({"dropout_p": float("nan")}, ValueError, "dropout_p=nan"),
     "dropout-text": ({"dropout_p": "x"}, ValueError, "dropout_p=x"),
     "algorithm": ({"algorithm": "fa9"}, ValueError, "algorithm='fa9': 'fa1' and 'fa2' are"),
+    "algorithm of another type": ({"algorithm": [1]}, ValueError, r"algorithm=\[1\]: 'fa1' and 'fa2' are"),
 }  # fmt: skip
 
 

@@ -37,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
+    if module_path not in [Path(argument).resolve() for argument in parent.config.args]:
+        return None  # a neighbour of the file: pytest looks at all that lie in its folders
     module = pytest.Module.from_parent(parent, path=module_path)
     draw(module.obj, module.config.getoption("cases"), module.config.getoption("seed"))
     return module
