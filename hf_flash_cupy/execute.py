@@ -125,13 +125,14 @@ def _forward(call: Call, need_lse: bool, need_statistics: bool) -> tuple[Tensor,
             statistics.zero_()
     if plan is not None:
         if workspaces:
-            extras = extras | {name: _workspace(size, q.device) for name, size in workspaces.items()}
+            extras = extras | {name: workspace(size, q.device) for name, size in workspaces.items()}
         row_max, row_sum = (None, None) if statistics is None else statistics
         plan(q=q, k=k, v=v, out=out, lse=lse, row_max=row_max, row_sum=row_sum, **extras)
     return out, lse, statistics
 
 
-def _workspace(size: int, device: torch.device) -> Tensor:
+def workspace(size: int, device: torch.device) -> Tensor:
+    """float32, uninitialised."""
     return torch.empty(size, dtype=torch.float32, device=device)
 
 
@@ -223,7 +224,7 @@ def _run_backward(
     q, k, v, extras, _ = call
     dq, dk, dv = gradients
     delta = torch.empty_like(lse)
-    dq_accum = _workspace(prepared.dq_accum_size, q.device)
+    dq_accum = workspace(prepared.dq_accum_size, q.device)
     row_max, row_sum = statistics
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "delta": delta, **extras}
     tensors |= {"row_max": row_max, "row_sum": row_sum}

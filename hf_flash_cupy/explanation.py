@@ -47,10 +47,7 @@ def _lines(problem: AttentionProblem, geometry: Geometry, arch: str) -> Iterator
     blocks = 1 if whole_head else -(-geometry.seqlen_q // tile.block_m)
     share = f"{tile.block_n // tile.num_warps} keys" if whole_head else f"{tile.block_m // tile.num_warps} rows"
     rows = geometry.batch * geometry.num_heads * geometry.seqlen_q
-    yield f"kernel         {config.name}"
-    if arch == "host" and (missing := _missing_compiler()):
-        yield f"               not runnable here, plain PyTorch operations serve the call: {missing}"
-    yield f"problem        {problem}"
+    yield from _kernel_lines(problem, arch, config)
     yield (
         f"tile           {tile.block_m} rows × {tile.block_n} keys, {tile.num_warps} warps of {share}, "
         f"{tile.stages} stage(s)"
@@ -74,8 +71,7 @@ def _hopper_lines(problem: AttentionProblem, geometry: Geometry, config: KernelC
     assert tile is not None
     of_head, total = sm90.num_tiles(geometry, tile)
     rows = sm90.UNIT_ROWS
-    yield f"kernel         {config.name}"
-    yield f"problem        {problem}"
+    yield from _kernel_lines(problem, sm90.ARCH, config)
     yield (
         f"tile           {tile.block_m} rows × {tile.block_n} keys, {tile.block_m // rows} warpgroups of {rows} rows "
         f"and one that loads, {tile.stages} stages"
@@ -87,10 +83,10 @@ def _hopper_lines(problem: AttentionProblem, geometry: Geometry, config: KernelC
     yield "why            compute capability 9.0, and nothing asked for that only the mma.sync kernel does"
 
 
-def _traffic(problem: AttentionProblem, geometry: Geometry) -> int:
-    """Bytes of q, k, v and out."""
+def _traffic(problem: AttentionProblem, geometry: Geometry, seqlen_k: int | None = None) -> int:
+    """Bytes of q, k, v and out; of k and v ``seqlen_k`` rows a head, None = all."""
     rows = geometry.batch * geometry.num_heads * geometry.seqlen_q
-    keys = geometry.batch * geometry.num_heads_k * geometry.seqlen_k
+    keys = geometry.batch * geometry.num_heads_k * (geometry.seqlen_k if seqlen_k is None else seqlen_k)
     return (rows + keys) * (geometry.head_dim + geometry.head_dim_v) * (4 if problem.dtype == "fp32" else 2)
 
 
@@ -100,15 +96,8 @@ def _decode_lines(problem: AttentionProblem, geometry: Geometry, arch: str, mult
     tile = config.tile
     assert tile is not None
     splits = decode.splits_of(config, geometry, multiprocessors, None)
-    size = 4 if problem.dtype == "fp32" else 2
-    rows = geometry.batch * geometry.num_heads * geometry.seqlen_q
-    keys = geometry.batch * geometry.num_heads_k * decode.reachable_keys(geometry)
-    yield f"kernel         {config.name}"
-    if splits.num_splits > 1:
-        yield f"               {decode.combine_config(problem, arch).name}"
-    if arch == "host" and (missing := _missing_compiler()):
-        yield f"               not runnable here, plain PyTorch operations serve the call: {missing}"
-    yield f"problem        {problem}"
+    combination = [decode.combine_config(problem, arch)] if splits.num_splits > 1 else []
+    yield from _kernel_lines(problem, arch, config, *combination)
     yield (
         f"tile           {tile.block_m} rows (query rows × heads of a group) × {tile.block_n} keys, {tile.num_warps} "
         f"warps of {tile.block_n // tile.num_warps} keys, {tile.stages} stages"
@@ -118,7 +107,7 @@ def _decode_lines(problem: AttentionProblem, geometry: Geometry, arch: str, mult
         f"{splits.num_splits} splits = {splits.thread_blocks} thread blocks of {config.num_threads} threads"
     )
     yield f"shared memory  {config.shared_bytes} bytes a thread block"
-    traffic = (rows + keys) * (geometry.head_dim + geometry.head_dim_v) * size
+    traffic = _traffic(problem, geometry, decode.reachable_keys(geometry))
     yield f"device memory  at least {traffic} bytes: k and v read once for all heads of a group"
     if parts := sum(decode.workspace(problem, geometry, splits.num_splits).values()):
         yield f"               and {8 * parts} bytes of the splits' parts, written and read"
@@ -126,6 +115,15 @@ def _decode_lines(problem: AttentionProblem, geometry: Geometry, arch: str, mult
         f"why            {decode.packed_rows(geometry)} packed rows, {geometry.seqlen_k} keys: the keys are split over "
         f"{multiprocessors} multiprocessors of {tile.min_blocks} thread block(s) each"
     )
+
+
+def _kernel_lines(problem: AttentionProblem, arch: str, *configs: KernelConfig) -> Iterator[str]:
+    """The kernels in the order they run, and the problem they serve."""
+    for label, config in zip(("kernel", *[""] * len(configs)), configs, strict=False):
+        yield f"{label:15}{config.name}"
+    if arch == "host" and (missing := _missing_compiler()):
+        yield f"               not runnable here, plain PyTorch operations serve the call: {missing}"
+    yield f"problem        {problem}"
 
 
 def _missing_compiler() -> str:

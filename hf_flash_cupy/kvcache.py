@@ -51,7 +51,7 @@ def forward(call: Call, num_splits: int | None, need_lse: bool) -> tuple[Tensor,
         if lse is not None:
             lse.copy_(extras["sinks"][:, None]) if "sinks" in extras else lse.fill_(-torch.inf)
     if plan is not None:
-        parts = {name: torch.empty(size, dtype=torch.float32, device=q.device) for name, size in workspaces.items()}
+        parts = {name: execute.workspace(size, q.device) for name, size in workspaces.items()}
         plan(q=q, k=k, v=v, out=out, lse=lse, **extras, **parts)
     for x in (k, v) if news else ():
         if not x.is_inference():
@@ -130,9 +130,8 @@ def _fill(params: np.ndarray[Any, Any], k: Tensor, extras: dict[str, Tensor]) ->
 
 def check_tensors(given: dict[str, Any]) -> None:
     """Of q, k_cache, v_cache and, if appended, k and v: kinds, dimensions, dtypes, no gradient."""
+    checks.are_tensors(given)
     for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is needed.")
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch, seqlen, heads, head_dim) is needed.")
         if x.requires_grad and torch.is_grad_enabled():
