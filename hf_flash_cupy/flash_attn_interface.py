@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _ROUND = 128  # sizes of S_dmask
+_SAMPLED_AT_ONCE = 1 << 24  # its elements; each takes some 100 bytes on the way
 
 
 def flash_attn_func(
@@ -288,29 +289,33 @@ def _sampled(call: Call, max_seqlen_k: int) -> Tensor:
     if q.dim() == 4:
         batch = max(q.shape[0], k.shape[0])
         q, k = q.expand(batch, -1, -1, -1), k.expand(batch, -1, -1, -1)
-        entries = [(q[i : i + 1], k[i : i + 1]) for i in range(batch)]
         rows, keys = q.shape[1], k.shape[1]
+        step = max(_SAMPLED_AT_ONCE // max(q.shape[2] * rows * keys, 1), 1)
+        entries = list(zip(torch.split(q, step), torch.split(k, step), strict=True)) if batch else []
     else:
         offsets_q, offsets_k = (pairwise(beside[f"cu_seqlens_{x}"].tolist()) for x in "qk")
         entries = [(q[None, a:b], k[None, c:d]) for (a, b), (c, d) in zip(offsets_q, offsets_k, strict=True)]
         rows, keys = options.max_seqlen_q, max_seqlen_k
     sizes = (-(-rows // _ROUND) * _ROUND, -(-keys // _ROUND) * _ROUND)
-    result = torch.zeros(len(entries), q.shape[-2], *sizes, dtype=q.dtype, device=q.device)
+    batch = sum(len(one_q) for one_q, _ in entries)
+    result = torch.zeros(batch, q.shape[-2], *sizes, dtype=q.dtype, device=q.device)
     slopes = beside.get("alibi_slopes")
     names = ("causal", "window_size", "softmax_scale", "softcap")
     given = {name: getattr(options, name) for name in names}
-    for i, (one_q, one_k) in enumerate(entries):
-        shape = (1, one_q.shape[2], one_q.shape[1], one_k.shape[1])
-        own = slopes if slopes is None or slopes.dim() == 1 else slopes[i : i + 1]
-        identity = torch.eye(shape[3], device=q.device)[None, :, None].expand(-1, -1, one_k.shape[2], -1)
+    end = 0
+    for one_q, one_k in entries:
+        first, end = end, end + len(one_q)
+        shape = (len(one_q), one_q.shape[2], one_q.shape[1], one_k.shape[1])
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[first:end]
+        identity = torch.eye(shape[3], device=q.device)[None, :, None].expand(shape[0], -1, one_k.shape[2], -1)
         out, _ = attention_reference(one_q, one_k, identity, alibi_slopes=own, **given, compute_dtype=torch.float32)
         relative = out.transpose(1, 2)  # the probabilities themselves: v is the identity
         if relative.numel() == 0:
             continue
         largest = relative.amax(-1, keepdim=True)
         relative = (relative / largest.masked_fill(largest == 0, 1)).to(q.dtype)
-        keep = dropout_mask.kept(beside["philox"], shape, options.dropout_p, first_entry=i)
+        keep = dropout_mask.kept(beside["philox"], shape, options.dropout_p, first_entry=first)
         # A dropped probability of 0 is negative too: −0 would count as kept.
         dropped = -relative.clamp(min=torch.finfo(q.dtype).smallest_normal)
-        result[i, :, : shape[2], : shape[3]] = torch.where(keep, relative, dropped)[0]
+        result[first:end, :, : shape[2], : shape[3]] = torch.where(keep, relative, dropped)
     return result

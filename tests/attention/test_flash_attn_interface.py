@@ -113,6 +113,22 @@ def test_sampled_probabilities(device: torch.device, options: dict[str, Any], al
     torch.testing.assert_close(again.transpose(1, 2), plain, rtol=1e-4, atol=1e-5)
 
 
+def test_sampled_probabilities_are_those_of_one_entry_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = check.qkv(3, 20, 30, 2, 64, dtype=FP32, device=device)
+    slopes = check.randn(3, 2, dtype=FP32, device=device).abs()
+
+    def sampled() -> Tensor:
+        torch.manual_seed(5)
+        return interface.flash_attn_func(q, k, v, 0.3, alibi_slopes=slopes, return_attn_probs=True)[2]
+
+    together = sampled()
+    monkeypatch.setattr(interface, "_SAMPLED_AT_ONCE", 1)
+    assert check.identical(sampled().sign(), together.sign())
+    torch.testing.assert_close(sampled(), together)
+
+
 def test_sampled_probabilities_of_packed_sequences(device: torch.device) -> None:
     q, k, v = (x[0] for x in check.qkv(1, 120, 120, 4, 64, dtype=FP32, device=device))
     offsets = torch.tensor([0, 50, 110], dtype=torch.int32, device=device)
