@@ -17,6 +17,7 @@ _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 # The tensors of a call beside q, k and v, by their names in the parameter struct; only those that are given.
 Extras = dict[str, Tensor]
+Strides = tuple[int, int, int]  # (batch, row, head)
 
 
 class Options(NamedTuple):
@@ -30,12 +31,13 @@ class Options(NamedTuple):
     algorithm: str = "fa2"
     tf32: bool = False
     max_seqlen_q: int = 0  # of a packed call: rows of the longest entry
+    heads_first: bool = False  # q, k and v come as (batch, num_heads, seqlen, head_dim); out never does
 
 
 class Call(NamedTuple):
     """A call whose tensors have the dtypes and last strides that kernels read."""
 
-    q: Tensor  # (batch or 1, seqlen_q, num_heads, head_dim); packed: (total_q, num_heads, head_dim)
+    q: Tensor  # (batch or 1, seqlen_q, num_heads, head_dim) unless heads_first; packed: (total_q, num_heads, head_dim)
     k: Tensor  # (batch or 1, seqlen_k, num_heads_k, head_dim)
     v: Tensor  # (batch or 1, seqlen_k, num_heads_k, head_dim_v)
     extras: Extras
@@ -83,6 +85,15 @@ def extras(
     return found
 
 
+def seqlen_first(call: Call) -> Call:
+    """The same call without ``heads_first``, whose views cost a decoding step as much as all the rest."""
+    q, k, v, extras, options = call
+    if not options.heads_first:
+        return call
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return Call(q, k, v, extras, options._replace(heads_first=False))
+
+
 def plan_key(call: Call) -> Hashable:
     """Equal for calls that the same plan serves; whatever a check could refuse is part of it."""
     q, k, v, extras, options = call
@@ -97,40 +108,51 @@ def plan_key(call: Call) -> Hashable:
 
 def describe(call: Call) -> tuple[AttentionProblem, Geometry]:
     """Checks every argument and puts the call into numbers."""
-    q, k, v, extras, options = call
+    q, k, v, extras, options = seqlen_first(call)
     varlen = "cu_seqlens_q" in extras
     if varlen:
         checks.varlen(q, extras["cu_seqlens_q"], extras["cu_seqlens_k"], options.max_seqlen_q)
         q, k, v = q[None], k[None], v[None]
     checks.tensors(q, k, v)
+    checks.algorithm(options.algorithm)
     batch = checks.batch(q, k, v)
     entries = extras["cu_seqlens_q"].shape[0] - 1 if varlen else batch
+    strides = (_strides(q, batch), _strides(k, batch), _strides(v, batch))
+    geometry = geometry_of(q, v, v.shape[1], strides, extras, options, batch, entries)
+    return problem_of(q, k, v, extras, options, geometry.softmax_scale), geometry
+
+
+def geometry_of(
+    q: Tensor,
+    v: Tensor,
+    seqlen_k: int,
+    strides: tuple[Strides, Strides, Strides],
+    extras: Extras,
+    options: Options,
+    batch: int,
+    entries: int,
+) -> Geometry:
+    """The numbers of a call, once numbers and tensors beside q, k and v are checked. ``strides``: of q, k and v."""
     seqlen_q, num_heads, head_dim = q.shape[1:]
-    seqlen_k, num_heads_k, head_dim_v = v.shape[1:]
-    window = checks.window(options.causal, options.window_size, seqlen_q + seqlen_k)
+    num_heads_k, head_dim_v = v.shape[2:]
     checks.numbers(options.softmax_scale, options.softcap)
-    checks.algorithm(options.algorithm)
-    scale = head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale)
     scores = (batch, num_heads, seqlen_q, seqlen_k)
     checks.sinks(extras.get("sinks"), num_heads, q.device)
-    geometry = Geometry(
+    return Geometry(
         *(entries, num_heads, num_heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v),
-        q_strides=_strides(q, batch),
-        k_strides=_strides(k, batch),
-        v_strides=_strides(v, batch),
+        *strides,
         out_strides=(seqlen_q * num_heads * head_dim_v, num_heads * head_dim_v, head_dim_v),
         lse_strides=(num_heads * seqlen_q, seqlen_q),
         mask_strides=checks.mask_strides(extras.get("mask"), scores, q.device),
         interval_strides=checks.interval_strides(extras.get("key_intervals"), scores[:3], q.device),
-        window=window,
-        softmax_scale=scale,
+        window=checks.window(options.causal, options.window_size, seqlen_q + seqlen_k),
+        softmax_scale=head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
         softcap=float(options.softcap),
         bias_strides=checks.bias_strides(extras.get("bias"), scores, q.device),
         bias_shape=tuple(extras["bias"].shape) if "bias" in extras else (0, 0, 0, 0),  # type: ignore[arg-type]
         alibi_batch_stride=checks.alibi_batch_stride(extras.get("alibi_slopes"), entries, num_heads, q.device),
         dropout_p=float(options.dropout_p),
     )
-    return problem_of(q, k, v, extras, options, scale), geometry
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, scale: float) -> AttentionProblem:
@@ -161,17 +183,19 @@ def uses_tf32(q: Tensor) -> bool:
     return q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def _strides(x: Tensor, batch: int) -> tuple[int, int, int]:
-    """(batch, row, head) of a (batch or 1, seqlen, heads, head_dim) tensor; a broadcast batch has stride 0."""
+def _strides(x: Tensor, batch: int) -> Strides:
+    """Of a (batch or 1, seqlen, heads, head_dim) tensor; a broadcast batch has stride 0."""
     stride = x.stride()
     return (0 if x.shape[0] != batch or batch == 1 else stride[0], stride[1], stride[2])
 
 
 def is_vector(*tensors: Tensor) -> bool:
     """Whether every row of the tensors (and of out, which follows v) starts on 16 bytes and is whole 16-byte chunks."""
+    bits = 0
     for x in tensors:
-        size = x.element_size()
-        sizes = [x.shape[-1], *(s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)]
-        if x.data_ptr() % 16 or any(number * size % 16 for number in sizes):
-            return False
-    return True
+        numbers = x.shape[-1]
+        for stride, count in zip(x.stride()[:-1], x.shape, strict=False):
+            if count > 1:
+                numbers |= stride
+        bits |= x.data_ptr() | numbers * x.element_size()
+    return bits % 16 == 0

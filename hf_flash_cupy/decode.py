@@ -1,25 +1,27 @@
 """Few rows against many keys: tiles, splits, kernel configurations and plans of ``cuda_src/fa2/decode.cuh``.
 
 Such a call only reads keys and values: its speed is the memory's bandwidth, reached where every multiprocessor always
-has tens of kilobytes on their way. The result's bits depend on the number of splits, which by default follows from the
-sizes, the batch's among them; with ``num_splits`` given, or tiles enough for one split, they depend on the row's own
-entry only.
+has tens of kilobytes on their way. The result's bits depend on the tile and the number of splits, which by default
+follow from the sizes, the batch's among them; with ``num_splits`` given they depend on the row's own entry only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from . import split_workspace
 from .dispatch import check_supported, kernel_config, kernel_name
 from .errors import UnsupportedProblem
 from .launch import device_arch
-from .plans import Geometry, Plan, attention_params, explain_choice
+from .params import ATTENTION_PARAMS, Run
+from .plans import POINTER_WORDS, Content, Geometry, Plan, attention_params, explain_choice
 from .problem import AttentionProblem, KernelConfig, Tile
 from .tiles import HOST_GAP, SHARED_LIMITS, rounded_head_dims
 
@@ -30,6 +32,9 @@ MAX_SPLITS = 256
 _STEP_BYTES = 32 << 10  # of keys and values that four warps read in one step
 _WARP_KEYS = 64  # at most, of a step: bounds the registers of the scores
 _HOST_MULTIPROCESSORS = 4  # so that a CPU splits keys as a GPU does
+KERNEL = "fa2_decode"
+_NUM_SPLITS = Run(ATTENTION_PARAMS, "num_splits")
+_PARTS, _ARRIVALS = POINTER_WORDS["split_parts"], POINTER_WORDS["split_arrivals"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +58,28 @@ def packed_rows(geometry: Geometry) -> int:
     return geometry.num_heads // max(geometry.num_heads_k, 1) * geometry.seqlen_q
 
 
-def candidates(problem: AttentionProblem, arch: str, rows: int) -> Iterator[Tile]:
-    """Tiles in order of preference; the first that fits the arch's shared memory is taken."""
+def candidates(problem: AttentionProblem, arch: str, rows: int, rounds: bool = False) -> Iterator[Tile]:
+    """Tiles in order of preference; the first that fits the arch's shared memory is taken.
+
+    ``rounds``: for more thread blocks than the GPU holds at once.
+    """
     d, dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)
     chunks = -(-dv // 256)  # a warp's 16 rows of 256 columns of the output are 128 of a lane's registers
     size = 4 if problem.dtype == "fp32" else 2
     # The rows of a tile cost products only: a second m-tile spares reading the keys again, where registers allow.
-    block_m = 32 if rows > 16 and max(d, dv) <= 128 and size == 2 else 16
+    widest = 96 if arch == "75" and problem.bias != "none" else 128
+    block_m = 32 if rows > 16 and max(d, dv) <= widest and size == 2 else 16
     if arch == "host":
         yield Tile(block_m, 64, 2, 2, 1, chunks)
         return
     per_key = (d + dv // chunks) * size
     keys = min(max(_STEP_BYTES // per_key // 64 * 16, 16), _WARP_KEYS)  # of one step of a warp
     # One thread block an SM with 64 KB steps (on an H200 1 to 5 % faster than two with 32 KB steps, which need twice
-    # the splits); where shared memory is small, fewer stages, smaller steps, fewer warps.
+    # the splits), by eight warps: the last step and the combination are over sooner. In several rounds four warps with
+    # twice the keys each are 1 to 2 % faster there. Where shared memory is small, fewer stages, smaller steps, fewer
+    # warps.
     if block_m == 16:
-        yield Tile(block_m, 4 * min(2 * keys, _WARP_KEYS), 4, 3, 1, chunks)
+        yield Tile(block_m, 4 * min(2 * keys, _WARP_KEYS), 4 if rounds else 8, 3, 1, chunks)
     for warps, stages in ((8, 2), (4, 3), (4, 2), (2, 3), (2, 2)):
         yield Tile(block_m, warps * keys, warps, stages, 1, chunks)
     yield Tile(16, 16, 1, 2, 1, chunks)
@@ -84,23 +95,26 @@ def shared_bytes(tile: Tile, problem: AttentionProblem, arch: str) -> int:
     return tile.block_m * d * size + gap + keys_or_parts + gap + tile.num_warps * tile.block_m * 8
 
 
-def choose(problem: AttentionProblem, arch: str, rows: int) -> Tile | None:
+@lru_cache(maxsize=4096)
+def choose(problem: AttentionProblem, arch: str, rows: int, rounds: bool = False) -> Tile | None:
     """The preferred tile for ``rows`` packed rows that fits ``arch``, if any does."""
     limit = SHARED_LIMITS[arch]
-    for tile in candidates(problem, arch, rows):
+    for tile in candidates(problem, arch, rows, rounds):
         if shared_bytes(tile, problem, arch) <= limit:
             return tile
     return None
 
 
 @lru_cache(maxsize=4096)
-def decode_config(problem: AttentionProblem, arch: str, rows: int, tile: Tile | None = None) -> KernelConfig:
+def decode_config(
+    problem: AttentionProblem, arch: str, rows: int, rounds: bool = False, tile: Tile | None = None
+) -> KernelConfig:
     """The kernel for ``rows`` packed rows of ``problem`` on ``arch``, with the preferred tile or the given one.
 
     Raises :class:`UnsupportedProblem` where no tile fits.
     """
     check_supported(problem, arch)
-    tile = tile or choose(problem, arch, rows)
+    tile = tile or choose(problem, arch, rows, rounds)
     if tile is None:
         raise UnsupportedProblem(
             f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} in {problem.dtype} need more shared "
@@ -115,23 +129,10 @@ def decode_config(problem: AttentionProblem, arch: str, rows: int, tile: Tile | 
         ("int kStages", str(tile.stages)),
         _paged(problem),
     )
-    name = kernel_name("fa2_decode", problem, numbers + _paged_name(problem), arch)
+    name = kernel_name(KERNEL, problem, numbers + _paged_name(problem), arch)
     sizes = (d, dv // tile.v_chunks)
     shared = shared_bytes(tile, problem, arch)
-    return kernel_config("fa2_decode", name, "fa2/decode.cuh", problem, arch, tile, sizes, constants, shared)
-
-
-@lru_cache(maxsize=4096)
-def combine_config(problem: AttentionProblem, arch: str) -> KernelConfig:
-    """The kernel that makes one row of the splits' parts of it."""
-    d, dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)
-    tile = Tile(1, 1, 4, 1, 1)
-    groups = tile.num_warps * 32 // (dv // (4 if problem.dtype == "fp32" else 8))
-    constants = (("int kNumWarps", str(tile.num_warps)),)
-    name = kernel_name("fa2_combine", problem, f"w{tile.num_warps}", arch)
-    return kernel_config(
-        "fa2_combine", name, "fa2/combine.cuh", problem, arch, tile, (d, dv), constants, groups * dv * 4
-    )
+    return kernel_config(KERNEL, name, "fa2/decode.cuh", problem, arch, tile, sizes, constants, shared)
 
 
 @lru_cache(maxsize=4096)
@@ -153,12 +154,13 @@ def _paged_name(problem: AttentionProblem) -> str:
     return "_paged" if problem.paged else ""
 
 
+@lru_cache(maxsize=4096)
 def num_splits(tiles: int, slots: int, key_blocks: int) -> int:
     """Thread blocks that share the keys of a tile of rows.
 
     ``tiles``: thread blocks without splitting; ``slots``: thread blocks the GPU holds at once; ``key_blocks``: steps of
     a thread block over all keys. The slots work in rounds, and a thread block takes as long as its share of the steps
-    and one more to start; splitting at all costs another kernel, about one more.
+    and one more to start; splitting at all costs a combination, about one more.
     """
     best, least = 1, float("inf")
     for share in range(max(key_blocks, 1), 0, -1):
@@ -171,12 +173,10 @@ def num_splits(tiles: int, slots: int, key_blocks: int) -> int:
     return best
 
 
-def reachable_keys(geometry: Geometry) -> int:
+def reachable_keys(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> int:
     """Keys that the rows of a call may see, as far as window and lengths tell."""
-    left, right = geometry.window
-    if left < 0 or right < 0:
-        return geometry.seqlen_k
-    return min(geometry.seqlen_k, left + right + geometry.seqlen_q)
+    left, right = window
+    return seqlen_k if left < 0 or right < 0 else min(seqlen_k, left + right + seqlen_q)
 
 
 def splits_of(config: KernelConfig, geometry: Geometry, multiprocessors: int, asked: int | None) -> Splits:
@@ -185,52 +185,95 @@ def splits_of(config: KernelConfig, geometry: Geometry, multiprocessors: int, as
     assert tile is not None
     row_blocks = -(-packed_rows(geometry) // tile.block_m)
     tiles = row_blocks * geometry.num_heads_k * geometry.batch * tile.v_chunks
-    key_blocks = -(-reachable_keys(geometry) // tile.block_n)
+    key_blocks = -(-reachable_keys(geometry.seqlen_q, geometry.seqlen_k, geometry.window) // tile.block_n)
     chosen = num_splits(tiles, multiprocessors * tile.min_blocks, key_blocks) if asked is None else asked
     chosen = max(min(chosen, MAX_SPLITS), 1)
     return Splits(chosen, row_blocks, tiles * chosen)
 
 
+def chosen(
+    problem: AttentionProblem, geometry: Geometry, arch: str, multiprocessors: int, asked: int | None
+) -> tuple[KernelConfig, Splits]:
+    """The kernel of a call and its grid; ``asked`` as for :func:`splits_of`: then the batch has no say in either."""
+    rows = packed_rows(geometry)
+    config = decode_config(problem, arch, rows)
+    splits = splits_of(config, geometry, multiprocessors, asked)
+    if asked is None and splits.num_splits == 1 and splits.thread_blocks > multiprocessors:
+        config = decode_config(problem, arch, rows, rounds=True)
+        splits = splits_of(config, geometry, multiprocessors, asked)
+    return config, splits
+
+
+@cache
 def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return _HOST_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def workspace(problem: AttentionProblem, geometry: Geometry, splits: int) -> dict[str, int]:
-    """Elements of the fp32 tensors that :func:`decode_plan` needs, by their names in the call; uninitialised."""
-    if splits == 1:
-        return {}
-    rows = splits * geometry.batch * geometry.num_heads * geometry.seqlen_q
-    dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)[1]
-    return {"split_out": rows * dv, "split_max": rows, "split_sum": rows}
+def part_floats(config: KernelConfig, geometry: Geometry) -> int:
+    """fp32 elements that a thread block of a split call leaves to be combined, see SplitParts of combine.cuh."""
+    tile, dv = config.tile, int(dict(config.constants)["int kHeadDimV"])
+    assert tile is not None
+    return min(tile.block_m, packed_rows(geometry)) * (dv + 2)
 
 
-def decode_plan(
-    problem: AttentionProblem, geometry: Geometry, device: torch.device, asked_splits: int | None = None
-) -> tuple[Plan, dict[str, int]]:
-    """The plan that reads q, k, v and what the problem names and writes out and lse; and its workspaces."""
+class DecodePlan(Plan):
+    """Appending, if there is anything to append, and attention, if there is anything to attend to."""
+
+    def __init__(
+        self,
+        kernels: list[tuple[KernelConfig, int]],
+        params: np.ndarray[Any, Any],
+        device: torch.device,
+        memory: tuple[int, int],
+    ) -> None:
+        """``memory``: as in :class:`Content`."""
+        super().__init__(kernels, params, device)
+        self._device = device
+        self._part, self._tiles = memory
+        split_workspace.prepare(device)
+
+    def __call__(self, **tensors: Tensor | None) -> None:
+        blocks = self.launchers[-1].num_tiles
+        if blocks > self._tiles > 0:
+            words, floats = self._words, blocks * self._part
+            _alive, words[_PARTS], words[_ARRIVALS] = split_workspace.lend(self._device, floats, self._tiles)
+        super().__call__(**tensors)
+
+
+def decode_plan(problem: AttentionProblem, geometry: Geometry, device: torch.device) -> DecodePlan:
+    """The plan that reads q, k, v and what the problem names and writes out and lse."""
     params = attention_params(geometry, problem)
-    kernels, workspaces = decode_kernels(problem, geometry, params, device, asked_splits)
-    plan = Plan(kernels, params, device)
-    explain_choice(problem, plan.config, plan.launchers[0].grid)
-    return plan, workspaces
+    (config, blocks), memory = decode_kernel(problem, geometry, params, device, None)
+    plan = DecodePlan([(config, blocks)], params, device, memory)
+    plan.content = Content(params.tobytes(), (blocks,), memory)
+    explain_choice(problem, config, plan.launchers[0].grid)
+    return plan
 
 
-def decode_kernels(
+def regrown(config: KernelConfig, content: Content, raw: bytearray, keys: int, device: torch.device) -> Content | None:
+    """A plan's content with the grid for so many reachable ``keys``; None where another tile may serve them."""
+    tile = config.tile
+    assert tile is not None
+    (blocks,), (_, tiles) = content.blocks, content.memory
+    slots = multiprocessors(device)
+    splits = num_splits(tiles, slots * tile.min_blocks, -(-keys // tile.block_n))
+    if tiles > slots and (splits == 1) != (blocks == tiles):
+        return None
+    _NUM_SPLITS.write(raw, splits)
+    return Content(raw, (tiles * splits,), content.memory)
+
+
+def decode_kernel(
     problem: AttentionProblem,
     geometry: Geometry,
     params: np.ndarray[Any, Any],
     device: torch.device,
     asked_splits: int | None,
-) -> tuple[list[tuple[KernelConfig, int]], dict[str, int]]:
-    """The kernels of a plan, each with its number of thread blocks; fills the numbers of splits and blocks."""
-    arch = device_arch(device)
-    config = decode_config(problem, arch, packed_rows(geometry))
-    splits = splits_of(config, geometry, multiprocessors(device), asked_splits)
+) -> tuple[tuple[KernelConfig, int], tuple[int, int]]:
+    """The kernel with its number of thread blocks, and its memory; fills the numbers of splits and blocks."""
+    config, splits = chosen(problem, geometry, device_arch(device), multiprocessors(device), asked_splits)
     params["num_splits"], params["num_m_blocks"] = splits.num_splits, splits.row_blocks
-    kernels = [(config, splits.thread_blocks)]
-    if splits.num_splits > 1:
-        rows = geometry.batch * geometry.num_heads * geometry.seqlen_q
-        kernels.append((combine_config(problem, arch), rows))
-    return kernels, workspace(problem, geometry, splits.num_splits)
+    tiles = splits.thread_blocks // splits.num_splits
+    return (config, splits.thread_blocks), (part_floats(config, geometry), tiles)

@@ -10,22 +10,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import decode, fa1, fa2_backward, plans, sm90
+from . import decode, fa1, fa2_backward, growing, plans, sm90, sm90_plan
 from .call import Call, describe, is_vector, plan_key
+from .growing import Family
 from .launch import device_arch
-from .plans import Plan
+from .plans import Content, Plan
 
 _MAX_PLANS = 4096
 _local = threading.local()
 
 
 class Prepared(NamedTuple):
-    """All that the forward calls of one key share."""
+    """All that the forward calls of one key share, those for the same of lse and statistics."""
 
     plan: Plan | None  # None: no rows or no keys
     workspaces: dict[str, int]  # float32 elements of each, by their names in the plan's call
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    covers: bool  # the plan writes every row, also those of no packed entry
+    content: Content | None = None  # what the plan, which calls of other numbers of keys share, has to hold
 
 
 class PreparedBackward(NamedTuple):
@@ -46,22 +49,40 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None
 
 
-def prepared_for(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What this thread made for ``key``: a plan owns the buffer its parameters travel in, so threads share none."""
+def _known() -> dict[Hashable, Any]:
+    """What this thread has prepared: a plan owns the buffer its parameters travel in, so threads share none."""
     try:
         known: dict[Hashable, Any] = _local.prepared
     except AttributeError:
         known = _local.prepared = {}
+    return known
+
+
+def prepared_for(key: Hashable, make: Callable[..., Any], *arguments: Any) -> Any:
+    """What this thread made for ``key``, or makes from ``arguments`` now."""
+    known = _known()
     found = known.get(key)
     if found is None:
         if len(known) >= _MAX_PLANS:
             known.clear()
-        found = known[key] = make()
+        found = known[key] = make(*arguments)
     return found
 
 
-def _prepare(call: Call) -> Prepared:
-    """Checks the call and builds its kernels."""
+def _prepare(call: Call, *outputs: bool) -> Prepared:
+    """Of the first call of its key. ``outputs``: whether each is asked for; a plan is told the same tensors always."""
+    family_key = (growing.family_key(call), outputs)
+    first: tuple[Prepared, Family] | None = _known().get(family_key)
+    if first is not None and (content := growing.grown(first[1], call)) is not None:
+        return first[0]._replace(content=content)
+    prepared, family = _build(call)
+    if family is not None and family_key[0] is not None:
+        _known()[family_key] = prepared, family
+    return prepared
+
+
+def _build(call: Call) -> tuple[Prepared, Family | None]:
+    """Checks the call and builds its kernels; the family of calls that may share them."""
     problem, geometry = describe(call)
     batch, rows, heads = geometry.batch, geometry.seqlen_q, geometry.num_heads
     leading = () if problem.varlen else (batch,)
@@ -69,20 +90,27 @@ def _prepare(call: Call) -> Prepared:
     is_fa1 = problem.algorithm == "fa1"
     plan: Any = None
     workspaces: dict[str, int] = {}
-    if has_work and decode.serves(problem, geometry, device_arch(call.q.device)):
-        plan, workspaces = decode.decode_plan(problem, geometry, call.q.device)
+    hopper = None
+    decodes = has_work and decode.serves(problem, geometry, device_arch(call.q.device))
+    if decodes:
+        plan = decode.decode_plan(problem, geometry, call.q.device)
     elif has_work and not is_fa1 and (hopper := sm90.select_on(call.q.device, problem, geometry)) is not None:
-        plan = sm90.ForwardSm90Plan(hopper, problem, geometry, call.q.device)
+        plan = sm90_plan.ForwardSm90Plan(hopper, problem, geometry, call.q.device)
     elif has_work:
         make_plan = fa1.fa1_forward_plan if is_fa1 else plans.forward_plan
         plan = make_plan(problem, geometry, call.q.device)
         workspaces = fa1.forward_workspace(problem, geometry) if is_fa1 else {}
-    return Prepared(
+    few = 0 < decode.packed_rows(geometry) <= decode.MAX_ROWS
+    shares = isinstance(plan, plans.Plan) and few and not is_fa1
+    prepared = Prepared(
         plan=plan,
         workspaces=workspaces,
         out_shape=(*leading, rows, heads, geometry.head_dim_v),
         lse_shape=(*leading, heads, rows),
+        covers=plan is not None and (not problem.varlen or hopper is not None),
+        content=plan.content if shares else None,
     )
+    return prepared, Family(problem, geometry, plan.config, plan.content) if shares else None
 
 
 def forward(call: Call, need_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -108,27 +136,38 @@ def _forward(call: Call, need_lse: bool, need_statistics: bool) -> tuple[Tensor,
     if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
         with torch.cuda.device(q.device):
             return _forward(call, need_lse, need_statistics)
-    prepared: Prepared = prepared_for(plan_key(call), lambda: _prepare(call))
-    plan, workspaces, out_shape, lse_shape = prepared
+    key = (plan_key(call), need_lse, need_statistics)
+    prepared: Prepared = prepared_for(key, _prepare, call, need_lse, need_statistics)
+    plan, workspaces, out_shape, lse_shape, covers, content = prepared
+    if plan is not None and content is not None:
+        plan.load(content)
     out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device) if need_lse else None
-    statistics = None
+    lse = statistics = None
+    beside = extras
+    if need_lse:
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        beside = beside | {"lse": lse}
     if need_statistics or "out_accum" in workspaces:  # FlashAttention-1 keeps them in device memory
         statistics = torch.empty((2, *lse_shape), dtype=torch.float32, device=q.device)
-    if plan is None or len(out_shape) == 3:
+        beside = beside | {"row_max": statistics[0], "row_sum": statistics[1]}
+    if not covers:
         # Without keys there is no launch; and packed offsets may leave out rows, which then no entry owns.
-        out.zero_()
-        if lse is not None:
-            has_sink = plan is None and len(out_shape) == 4 and "sinks" in extras  # packed rows of no entry have none
-            lse.copy_(extras["sinks"][:, None]) if has_sink else lse.fill_(-torch.inf)
+        sinks = extras.get("sinks") if plan is None and len(out_shape) == 4 else None
+        fill_without_keys(out, lse, sinks)
         if statistics is not None:
             statistics.zero_()
     if plan is not None:
         if workspaces:
-            extras = extras | {name: workspace(size, q.device) for name, size in workspaces.items()}
-        row_max, row_sum = (None, None) if statistics is None else statistics
-        plan(q=q, k=k, v=v, out=out, lse=lse, row_max=row_max, row_sum=row_sum, **extras)
+            beside = beside | {name: workspace(size, q.device) for name, size in workspaces.items()}
+        plan(q=q, k=k, v=v, out=out, **beside)
     return out, lse, statistics
+
+
+def fill_without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+    """What rows give that see no key. ``sinks``: of rows that have one."""
+    out.zero_()
+    if lse is not None:
+        lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-torch.inf)
 
 
 def workspace(size: int, device: torch.device) -> Tensor:
@@ -220,7 +259,7 @@ def _run_backward(
     """Fills dq, dk, dv and ``dbias``; returns delta, of lse's shape."""
     alignment = (out.data_ptr() | dout.data_ptr()) % 16
     key = (plan_key(call), dout.stride(), alignment, deterministic)
-    prepared: PreparedBackward = prepared_for(key, lambda: _prepare_backward(call, out, dout, deterministic))
+    prepared: PreparedBackward = prepared_for(key, _prepare_backward, call, out, dout, deterministic)
     q, k, v, extras, _ = call
     dq, dk, dv = gradients
     delta = torch.empty_like(lse)

@@ -69,14 +69,17 @@ def _hopper_lines(problem: AttentionProblem, geometry: Geometry, config: KernelC
     """The same for the kernel of compute capability 9.0."""
     tile = config.tile
     assert tile is not None
-    of_head, total = sm90.num_tiles(geometry, tile)
+    of_head, total = sm90.num_tiles(problem, geometry, tile)
     rows = sm90.UNIT_ROWS
     yield from _kernel_lines(problem, sm90.ARCH, config)
     yield (
         f"tile           {tile.block_m} rows × {tile.block_n} keys, {tile.block_m // rows} warpgroups of {rows} rows "
         f"and one that loads, {tile.stages} stages"
     )
-    yield f"tiles          {of_head} × {geometry.num_heads} heads × {geometry.batch} = {total}, dealt while they run"
+    heads = f"{geometry.num_heads} heads"
+    if sm90.packs_heads(problem, geometry):
+        heads = f"{geometry.num_heads_k} groups of {geometry.num_heads // geometry.num_heads_k} heads"
+    yield f"tiles          {of_head} × {heads} × {geometry.batch} = {total}, dealt while they run"
     yield f"grid           one thread block of {config.num_threads} threads a multiprocessor, at most one a tile"
     yield f"shared memory  {config.shared_bytes} bytes a thread block"
     yield f"device memory  at least {_traffic(problem, geometry)} bytes: q, k, v read once, out written once"
@@ -92,12 +95,10 @@ def _traffic(problem: AttentionProblem, geometry: Geometry, seqlen_k: int | None
 
 def _decode_lines(problem: AttentionProblem, geometry: Geometry, arch: str, multiprocessors: int) -> Iterator[str]:
     """The same for few rows against many keys."""
-    config = decode.decode_config(problem, arch, decode.packed_rows(geometry))
+    config, splits = decode.chosen(problem, geometry, arch, multiprocessors, None)
     tile = config.tile
     assert tile is not None
-    splits = decode.splits_of(config, geometry, multiprocessors, None)
-    combination = [decode.combine_config(problem, arch)] if splits.num_splits > 1 else []
-    yield from _kernel_lines(problem, arch, config, *combination)
+    yield from _kernel_lines(problem, arch, config)
     yield (
         f"tile           {tile.block_m} rows (query rows × heads of a group) × {tile.block_n} keys, {tile.num_warps} "
         f"warps of {tile.block_n // tile.num_warps} keys, {tile.stages} stages"
@@ -107,10 +108,12 @@ def _decode_lines(problem: AttentionProblem, geometry: Geometry, arch: str, mult
         f"{splits.num_splits} splits = {splits.thread_blocks} thread blocks of {config.num_threads} threads"
     )
     yield f"shared memory  {config.shared_bytes} bytes a thread block"
-    traffic = _traffic(problem, geometry, decode.reachable_keys(geometry))
+    reachable = decode.reachable_keys(geometry.seqlen_q, geometry.seqlen_k, geometry.window)
+    traffic = _traffic(problem, geometry, reachable)
     yield f"device memory  at least {traffic} bytes: k and v read once for all heads of a group"
-    if parts := sum(decode.workspace(problem, geometry, splits.num_splits).values()):
-        yield f"               and {8 * parts} bytes of the splits' parts, written and read"
+    if splits.num_splits > 1:
+        parts = splits.thread_blocks * decode.part_floats(config, geometry)
+        yield f"               and {8 * parts} bytes of the splits' parts, written, and read by a tile's last block"
     yield (
         f"why            {decode.packed_rows(geometry)} packed rows, {geometry.seqlen_k} keys: the keys are split over "
         f"{multiprocessors} multiprocessors of {tile.min_blocks} thread block(s) each"

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, dropout_mask, functional, kvcache, rotary
-from .call import Call, Options, extras, uses_tf32
+from . import checks, dropout_mask, functional, ops, rotary
+from .call import Call, Options, extras
 from .errors import UnsupportedProblem
 from .reference import attention_reference
 
@@ -219,11 +219,10 @@ def flash_attn_with_kvcache(
         "cache_leftpad": cache_leftpad,
     }
     call = functional.cache_call(q, k_cache, v_cache, k, v, lengths, alibi_slopes=alibi_slopes)
-    options = _options(0.0, softmax_scale, causal, window_size, softcap)
-    call = call._replace(options=options._replace(tf32=uses_tf32(call.q)))
+    call = call._replace(options=_options(0.0, softmax_scale, causal, window_size, softcap))
     if rotary.check(rotary_cos, rotary_sin, call.q, k is not None):
         call = _rotated(call, rotary_cos, rotary_sin, rotary_interleaved)
-    out, lse = kvcache.forward(call, num_splits or None, need_lse=return_softmax_lse)
+    out, lse = ops.attention_with_cache(call, num_splits or None, need_lse=return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
 
 

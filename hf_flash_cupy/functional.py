@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import checks, dlpack, kvcache, ops
-from .call import Call, Options, extras, uses_tf32
+from .call import Call, Options, extras, seqlen_first
 from .errors import MissingDependency
 from .reference import attention_reference, varlen_reference
 
@@ -162,7 +162,7 @@ def flash_attention_with_kvcache(
     """Attention to a cache of keys and values, to which new ones are appended in place first; for inference.
 
     Keys are split among thread blocks and their results combined (Dao et al. 2023, Flash-Decoding). Nothing waits for
-    the GPU, so lengths that grow on the device suit CUDA graphs.
+    the GPU, so lengths that grow on the device suit CUDA graphs; to torch.compile a call is one operator.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), float16, bfloat16 or float32.
@@ -191,8 +191,8 @@ def flash_attention_with_kvcache(
     """
     lengths = {"cache_seqlens": cache_seqlens, "block_table": block_table}
     call = cache_call(q, k_cache, v_cache, k, v, lengths, sinks=sinks)
-    options = Options(causal, checks.pair(window_size), softmax_scale, softcap, tf32=uses_tf32(call.q))
-    out, lse = kvcache.forward(call._replace(options=options), num_splits, need_lse=return_lse)
+    options = Options(causal, checks.pair(window_size), softmax_scale, softcap)
+    out, lse = ops.attention_with_cache(call._replace(options=options), num_splits, need_lse=return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -239,10 +239,10 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> tuple[Tensor, T
         checks.dimensions(q, k, v, dimensions)
     if not torch.compiler.is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    if not (q.is_cuda or q.device.type == "cpu"):
+    device_type = "cuda" if q.is_cuda else q.device.type
+    if device_type not in ("cuda", "cpu"):
         checks.device(q)
-    autocast = torch.is_autocast_enabled(q.device.type)
-    dtype = torch.get_autocast_dtype(q.device.type) if autocast else v.dtype
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else v.dtype
     if not (q.dtype == k.dtype == v.dtype == dtype):
         checks.dtypes(q, k, v)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -263,7 +263,7 @@ def attend(call: Call, deterministic: bool | None, *, need_lse: bool) -> tuple[T
 
 def _reference(call: Call, reason: MissingDependency) -> tuple[Tensor, Tensor]:
     """The same by plain operations of torch."""
-    q, k, v, beside, options = call
+    q, k, v, beside, options = seqlen_first(call)
     given: dict[str, Any] = dict(beside)
     given |= {name: getattr(options, name) for name in ("causal", "window_size", "softmax_scale", "softcap")}
     function: Callable[..., tuple[Tensor, Tensor]] = attention_reference

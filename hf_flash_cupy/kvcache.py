@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import checks, decode, execute
-from .call import Call, is_vector, plan_key, problem_of
+from .call import Call, geometry_of, is_vector, plan_key, problem_of
 from .errors import UnsupportedProblem
 from .launch import device_arch
-from .plans import Geometry, Plan, attention_params
+from .plans import Geometry, attention_params
 from .problem import MAX_HEAD_DIM, KernelConfig
 
 PAGE_UNIT = 16  # kPageUnit of cuda_src/fa2/cache.cuh: page sizes are its multiples
@@ -29,8 +29,7 @@ _LENGTHS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad")
 class Prepared(NamedTuple):
     """All that the calls of one key share."""
 
-    plan: Plan | None  # None: nothing to append, and no rows or no keys
-    workspaces: dict[str, int]  # float32 elements of each, by their names in the plan's call
+    plan: decode.DecodePlan | None  # None: nothing to append, and no rows or no keys
     attends: bool  # whether the plan writes out and lse
 
 
@@ -41,18 +40,15 @@ def forward(call: Call, num_splits: int | None, need_lse: bool) -> tuple[Tensor,
         with torch.cuda.device(q.device):
             return forward(call, num_splits, need_lse)
     news = [extras[name] for name in ("k_new", "v_new") if name in extras]
-    key = ("kvcache", plan_key(call), num_splits, any(x.data_ptr() % 16 for x in news))
-    plan, workspaces, attends = execute.prepared_for(key, lambda: _prepare(call, num_splits))
+    key = ("kvcache", plan_key(call), num_splits, need_lse, any(x.data_ptr() % 16 for x in news))
+    plan, attends = execute.prepared_for(key, _prepare, call, num_splits)
     batch, rows, heads, _ = q.shape
     out = torch.empty((batch, rows, heads, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device) if need_lse else None
     if not attends:
-        out.zero_()
-        if lse is not None:
-            lse.copy_(extras["sinks"][:, None]) if "sinks" in extras else lse.fill_(-torch.inf)
+        execute.fill_without_keys(out, lse, extras.get("sinks"))
     if plan is not None:
-        parts = {name: execute.workspace(size, q.device) for name, size in workspaces.items()}
-        plan(q=q, k=k, v=v, out=out, lse=lse, **extras, **parts)
+        plan(q=q, k=k, v=v, out=out, **(extras if lse is None else extras | {"lse": lse}))
     for x in (k, v) if news else ():
         if not x.is_inference():
             increment_version(x)  # a graph that saved the cache must not be differentiated with its new content
@@ -74,38 +70,21 @@ def _prepare(call: Call, num_splits: int | None) -> Prepared:
         keys = geometry.batch * news[0].shape[1] * geometry.num_heads_k
         kernels.append((config, -(-keys * 32 // config.num_threads)))  # a warp each
     attends = geometry.batch * geometry.seqlen_q * geometry.num_heads * geometry.seqlen_k > 0
-    workspaces: dict[str, int] = {}
+    memory = (0, 0)
     if attends:
-        more, workspaces = decode.decode_kernels(problem, geometry, params, q.device, num_splits)
-        kernels += more
+        kernel, memory = decode.decode_kernel(problem, geometry, params, q.device, num_splits)
+        kernels.append(kernel)
     _fill(params, k, extras)
     kernels = [(config, blocks) for config, blocks in kernels if blocks]
-    return Prepared(Plan(kernels, params, q.device) if kernels else None, workspaces, attends)
+    return Prepared(decode.DecodePlan(kernels, params, q.device, memory) if kernels else None, attends)
 
 
 def _geometry(call: Call) -> Geometry:
     q, k, v, extras, options = call
-    batch, seqlen_q, num_heads, head_dim = q.shape
-    table = extras.get("block_table")
+    batch, table = q.shape[0], extras.get("block_table")
     seqlen_k = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-    window = checks.window(options.causal, options.window_size, seqlen_q + seqlen_k)
-    checks.numbers(options.softmax_scale, options.softcap)
-    checks.sinks(extras.get("sinks"), num_heads, q.device)
-    head_dim_v = v.shape[3]
-    return Geometry(
-        *(batch, num_heads, k.shape[2], seqlen_q, seqlen_k, head_dim, head_dim_v),
-        q_strides=(q.stride(0), q.stride(1), q.stride(2)),
-        k_strides=_cache_strides(k, extras),
-        v_strides=_cache_strides(v, extras),
-        out_strides=(seqlen_q * num_heads * head_dim_v, num_heads * head_dim_v, head_dim_v),
-        lse_strides=(num_heads * seqlen_q, seqlen_q),
-        mask_strides=(0, 0, 0, 0),
-        interval_strides=(0, 0, 0),
-        window=window,
-        softmax_scale=head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
-        softcap=float(options.softcap),
-        alibi_batch_stride=checks.alibi_batch_stride(extras.get("alibi_slopes"), batch, num_heads, q.device),
-    )
+    strides = ((q.stride(0), q.stride(1), q.stride(2)), _cache_strides(k, extras), _cache_strides(v, extras))
+    return geometry_of(q, v, seqlen_k, strides, extras, options, batch, batch)
 
 
 def _cache_strides(x: Tensor, extras: dict[str, Tensor]) -> tuple[int, int, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +21,7 @@ from .problem import KernelConfig
 Backend = Literal["cuda", "host"]
 
 _MAX_GRID_X = 2**31 - 1
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class LaunchRecord:
 
 
 _count = 0
+_thread = threading.local()  # contexts: GPUs whose context this thread has made current once
 _recorders: list[list[LaunchRecord]] = []
 
 
@@ -60,6 +64,11 @@ def device_arch(device: torch.device) -> str:
         if forced not in tiles.ARCHS:
             raise ValueError(f"HF_FLASH_CUPY_ARCH={forced!r}: supported are {', '.join(tiles.ARCHS)}.")
         return forced
+    return _own_arch(device)
+
+
+@cache
+def _own_arch(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     known = [arch for arch in tiles.ARCHS if int(arch) <= 10 * major + minor]
     if not known:
@@ -70,6 +79,25 @@ def device_arch(device: torch.device) -> str:
     return known[-1]
 
 
+@contextmanager
+def _loading_allowed() -> Iterator[None]:
+    """Lets this thread load a kernel while a CUDA graph is being captured.
+
+    Loading is no work of any stream, but the driver refuses in a capture whatever might wait for one, unless the thread
+    has said that it will not (CUDA driver API, cuThreadExchangeStreamCaptureMode).
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    exchange(ctypes.byref(mode))  # leaves the former mode in its argument
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
 class Launcher:
     """A built kernel and the struct its parameters travel in: calling it launches ``num_tiles`` thread blocks."""
 
@@ -77,14 +105,17 @@ class Launcher:
         self, config: KernelConfig, params: np.ndarray[Any, Any], num_tiles: int, device: torch.device
     ) -> None:
         self.config = config
-        self.num_tiles = num_tiles
         self.backend: Backend = "host" if device.type == "cpu" else "cuda"
-        grid_x = min(num_tiles, _MAX_GRID_X)
-        self.grid = (grid_x, -(-num_tiles // grid_x))
+        self.resize(num_tiles)
         address = params.ctypes.data
         self._launch = (
             self._prepare_host(address) if device.type == "cpu" else self._prepare_cuda(address, device.index)
         )
+
+    def resize(self, num_tiles: int) -> None:
+        """From now on so many thread blocks."""
+        grid_x = min(num_tiles, _MAX_GRID_X)
+        self.num_tiles, self.grid = num_tiles, (grid_x, -(-num_tiles // grid_x))
 
     def __call__(self) -> None:
         global _count
@@ -96,24 +127,22 @@ class Launcher:
     def _prepare_cuda(self, address: int, index: int) -> Callable[[], None]:
         from cupy_backends.cuda.api import driver, runtime  # here, not above: the package works without CuPy
 
-        if torch.cuda.is_current_stream_capturing() and not module.is_loaded(self.config, index):
-            raise RuntimeError(
-                f"{self.config.name} is needed for the first time while a CUDA graph is being captured: a kernel can "
-                "neither be compiled nor loaded there. Call attention once before the capture with inputs of the same "
-                "shapes, dtypes and options (backward too, if it is captured), then capture."
-            )
-        kernel = module.get_kernel(self.config, index)
+        with _loading_allowed():
+            kernel = module.get_kernel(self.config, index)
         # CuPy's wrappers cost 4 µs more than the driver call, a DLPack view of one tensor 29 µs: the struct holds the
         # same pointers, shapes and strides.
-        self._keep = (kernel, np.array([address], np.uintp))
-        function, arguments = kernel.pointer, self._keep[1].ctypes.data
-        grid_x, grid_y = self.grid
+        self._keep = (kernel, ctypes.c_void_p(address))
+        function, arguments = kernel.pointer, ctypes.addressof(self._keep[1])
         threads, shared = self.config.num_threads, self.config.shared_bytes
         stream = torch._C._cuda_getCurrentRawStream
-        with torch.cuda.device(index):
-            runtime.setDevice(index)  # a new thread has no current context until somebody asks, and launches need one
+        contexts = vars(_thread).setdefault("contexts", set())
+        if index not in contexts:
+            with torch.cuda.device(index):
+                runtime.setDevice(index)  # a new thread has no current context until somebody asks; launches need one
+            contexts.add(index)
 
         def launch() -> None:
+            grid_x, grid_y = self.grid
             driver.launchKernel(function, grid_x, grid_y, 1, threads, 1, 1, shared, stream(index), arguments, 0)
 
         return launch
@@ -121,10 +150,9 @@ class Launcher:
     def _prepare_host(self, address: int) -> Callable[[], None]:
         kernel = module.get_host_kernel(self.config, env.sanitize())
         function = kernel.function
-        grid_x, grid_y = self.grid
 
         def launch() -> None:
-            shape = (ctypes.c_uint * 4)(grid_x, grid_y, 1, torch.get_num_threads())
+            shape = (ctypes.c_uint * 4)(*self.grid, 1, torch.get_num_threads())
             if function(address, ctypes.addressof(shape)) != 0:
                 raise RuntimeError(f"The host kernel {self.config.name} failed.")
 

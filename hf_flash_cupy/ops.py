@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import checks, custom_ops, execute
-from .call import Call, uses_tf32
+from . import cache_ops, checks, custom_ops, execute, kvcache
+from .call import Call, seqlen_first, uses_tf32
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -27,6 +27,7 @@ def attention(call: Call, deterministic: bool | None, need_lse: bool) -> tuple[T
     if transformed or (torch.is_grad_enabled() and _wants_gradient(call)):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
+        call = seqlen_first(call)
         q, k, v = _one_batch(call)
         call = call._replace(q=q, k=k, v=v)
         if forward_ad._current_level >= 0:
@@ -38,6 +39,17 @@ def attention(call: Call, deterministic: bool | None, need_lse: bool) -> tuple[T
         out, lse = apply(q, k, v, bias, sinks, call, deterministic)
         return out, lse
     return execute.forward(call, need_lse)
+
+
+def attention_with_cache(call: Call, num_splits: int | None, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """``out`` and ``lse`` (or None); k and v of the call are caches."""
+    if _is_transformed(call):
+        if not torch.compiler.is_compiling():
+            _refuse_distributed(call)
+        return cache_ops.attention(call, num_splits)
+    if uses_tf32(call.q):
+        call = call._replace(options=call.options._replace(tf32=True))
+    return kvcache.forward(call, num_splits, need_lse)
 
 
 def _is_transformed(call: Call) -> bool:

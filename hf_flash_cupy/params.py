@@ -5,6 +5,7 @@ Every generated unit asserts offsets, sizes and kinds, so that drift is a compil
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,8 @@ ATTENTION_PARAMS = np.dtype(
         ("out_accum", _POINTER),
         ("row_max", _POINTER),
         ("row_sum", _POINTER),
-        ("split_out", _POINTER),
-        ("split_max", _POINTER),
-        ("split_sum", _POINTER),
+        ("split_parts", _POINTER),
+        ("split_arrivals", _POINTER),
         ("mask", _POINTER),
         ("key_intervals", _POINTER),
         ("cu_seqlens_q", _POINTER),
@@ -102,7 +102,9 @@ FORWARD_SM90_PARAMS = np.dtype(
         *((name, TENSOR_MAP) for name in ("q", "k", "v", "out")),
         ("attention", ATTENTION_PARAMS),
         ("tile_counter", _POINTER),
-        ("padding", f"V{64 - (ATTENTION_PARAMS.itemsize + 8) % 64}"),  # maps are aligned to 64 bytes
+        ("group", np.int32),
+        ("group_inverse", np.uint32),
+        ("padding", f"V{64 - (ATTENTION_PARAMS.itemsize + 16) % 64}"),  # maps are aligned to 64 bytes
     ]
 )
 
@@ -110,3 +112,34 @@ PARAMS: dict[str, np.dtype[Any]] = {
     "AttentionParams": ATTENTION_PARAMS,
     "ForwardSm90Params": FORWARD_SM90_PARAMS,
 }
+
+
+class Run:
+    """Neighbouring fields of a struct, written together: record arrays of numpy take microseconds for each field."""
+
+    def __init__(self, dtype: np.dtype[Any], *names: str) -> None:
+        """``names`` as "batch", or "q.row_stride" for a field of a field; in the order of the struct."""
+        fields = [_field(dtype, name) for name in names]
+        self._offset = fields[0][1]
+        self._struct = struct.Struct("=" + "".join(_FORMATS[kind] for kind, _ in fields))
+        end = self._offset
+        for name, (kind, offset) in zip(names, fields, strict=True):
+            if offset != end:
+                raise ValueError(f"{name} does not follow the field before it.")
+            end += struct.calcsize("=" + _FORMATS[kind])
+
+    def write(self, raw: bytearray, *values: float) -> None:
+        self._struct.pack_into(raw, self._offset, *values)
+
+
+_FORMATS = {"uint64": "Q", "int64": "q", "int32": "i", "uint32": "I", "float32": "f"}
+
+
+def _field(dtype: np.dtype[Any], name: str) -> tuple[str, int]:
+    """Type and offset."""
+    begin = 0
+    for part in name.split("."):
+        assert dtype.fields is not None
+        dtype, offset = dtype.fields[part][:2]
+        begin += offset
+    return dtype.name, begin

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hf_flash_cupy import dispatch, tiles
+from hf_flash_cupy import dispatch, sm90, tiles
 from hf_flash_cupy.problem import MAX_HEAD_DIM, AttentionProblem, DType, KernelConfig
 
 DTYPES: dict[str, DType] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -99,7 +99,11 @@ def configurations(heads: Heads, dtypes: Iterable[str], arch: str) -> list[Kerne
     """The kernels for ``heads`` on ``arch``, each once. Raises UnsupportedProblem where there is none."""
     known = [name for name in tiles.ARCHS if arch == "host" or int(name) <= int(arch)]
     kernel_arch = "host" if arch == "host" else known[-1]
-    found = (dispatch.select(problem, kernel_arch) for dtype in dtypes for problem in problems(heads, dtype))
+    asked = [problem for dtype in dtypes for problem in problems(heads, dtype)]
+    found = [dispatch.select(problem, kernel_arch) for problem in asked]
+    if arch == "90":
+        served = (problem for problem in asked if not sm90.refusal_of_problem(problem))
+        found += [config for problem in served for config in sm90.configs_of(problem, windows=[(-1, 0)])]
     return list({config.name: config for config in found}.values())
 
 

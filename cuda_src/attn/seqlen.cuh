@@ -30,6 +30,10 @@ struct SeqlenInfo {
     seqlen_k = max(end_k - begin_k, 0);
   }
 
+  // An entry that was looked up before.
+  __device__ __forceinline__ SeqlenInfo(int seqlen_q, int seqlen_k, int first_q, int first_k, int batch)
+      : seqlen_q(seqlen_q), seqlen_k(seqlen_k), first_q(first_q), first_k(first_k), batch(batch) {}
+
   template <typename Element>
   __device__ __forceinline__ Element* rows(const TensorRef& tensor, int64 first, int head) const {
     return static_cast<Element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride +

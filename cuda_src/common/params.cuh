@@ -32,9 +32,8 @@ struct AttentionParams {
   float* out_accum;           // FA1: O in fp32, (batch, num_heads, seqlen_q, head_dim_v), rows padded to kHeadDimV
   float* row_max;             // m of each row, lse's shape and strides, base 2; or null (FA1: never)
   float* row_sum;             // l of each row, the sum of 2^(score - m)
-  float* split_out;           // decode: O of each split, (num_splits, batch, num_heads, seqlen_q, head_dim_v), rows padded
-  float* split_max;           // and its m, base 2, and l, (num_splits, batch, num_heads, seqlen_q)
-  float* split_sum;
+  float* split_parts;         // decode: what the splits leave to be combined, see SplitParts
+  uint32* split_arrivals;     // (tiles): splits that have left their part, 0 before and after; SplitParts says which tile
   const uint8* mask;          // (batch, num_heads, seqlen_q, seqlen_k), non-zero = attend; stride 0 broadcasts
   const int* key_intervals;   // (batch, num_heads, seqlen_q, 2): row i attends lo <= j < hi; stride 0 broadcasts
   const int* cu_seqlens_q;    // (batch + 1), null unless varlen

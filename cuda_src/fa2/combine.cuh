@@ -1,7 +1,9 @@
 // Split keys ("Flash-Decoding"): every split of the keys leaves, for each row, its maximum m, its sum l and its output O, not
-// normalised; together they are the row's: m = max m_s, l = Σ 2^(m_s − m) l_s, O = Σ 2^(m_s − m) O_s / l.
+// normalised; together they are the row's: m = max m_s, l = Σ 2^(m_s − m) l_s, O = Σ 2^(m_s − m) O_s / l. The thread block
+// that is the last of a tile's to leave its part does this, so that no other kernel has to start and nobody waits.
 #pragma once
 
+#include "arrival.cuh"
 #include "attn/online_softmax.cuh"
 #include "common/math.cuh"
 #include "common/params.cuh"
@@ -69,63 +71,133 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, int ent
     store_elements(out, packed, min(kColumns, params.head_dim_v - column));
 }
 
-// One thread block a row: each warp's lanes take the chunks of the row, its threads beyond them other splits.
+// The parts of a tile: one tile's thread blocks, each with its split of the keys, are `step_` apart in the grid.
 template <typename Config>
-__device__ __forceinline__ void fa2_combine(const AttentionParams& params) {
-  using Element = typename Config::Element;
-  constexpr int kColumns = RowChunk<Element>::kColumns;
-  constexpr int kThreads = Config::kNumWarps * kWarpSize;
-  constexpr int kChunks = Config::kHeadDimV / kColumns;                // of a row
-  constexpr int kGroups = kThreads / kChunks;                          // of threads, each with its part of the splits
-  constexpr int kPartBytes = Config::kHeadDimV * int(sizeof(float));   // of a group's sums in shared memory
-  static_assert(kGroups >= 1 && Config::kSharedBytes == kGroups * kPartBytes);
-  if (block_id() >= params.num_tiles) return;
-  const int64 num_rows = int64(params.batch) * params.num_heads * params.seqlen_q;  // of one split
-  const int64 row_index = block_id();
+class SplitParts {
+ public:
+  __device__ __forceinline__ SplitParts(const AttentionParams& params, int entry, int split)
+      : rows_(min<int>(Config::kBlockM, params.num_heads / params.num_heads_k * params.seqlen_q)),
+        step_(int64(params.num_heads_k) * params.num_m_blocks * Config::kVChunks),
+        first_(block_id() - split * step_),
+        outs_(params.split_parts),
+        statistics_(params.split_parts + params.num_tiles * rows_ * Config::kHeadDimV),
+        arrivals_(params.split_arrivals + (first_ - int64(entry) * (params.num_splits - 1) * step_)) {}
 
+  // Of a row of the tile: its kHeadDimV columns; its maximum and sum.
+  __device__ __forceinline__ float* out(int split, int row) const { return outs_ + place(split, row) * Config::kHeadDimV; }
+  __device__ __forceinline__ float* statistics(int split, int row) const { return statistics_ + place(split, row) * 2; }
+
+  // How many of the tile's thread blocks have left their parts; 0 again after the last.
+  __device__ __forceinline__ uint32* arrivals() const { return arrivals_; }
+
+ private:
+  __device__ __forceinline__ int64 place(int split, int row) const { return (first_ + split * step_) * rows_ + row; }
+
+  int rows_;  // of a full tile
+  int64 step_;
+  int64 first_;
+  float* outs_;
+  float* statistics_;
+  uint32* arrivals_;
+};
+
+// Whether this thread block, whose part is written, is its tile's last. `flag`: a word of shared memory.
+template <typename Config>
+__device__ __forceinline__ bool is_last_split(const AttentionParams& params, const SplitParts<Config>& parts, SharedPtr flag) {
+  const uint32 last = uint32(params.num_splits - 1);
+  sync_threads();
+  if (thread_id() == 0) store_shared(flag, count_arrival(parts.arrivals(), last));
+  sync_threads();
+  return load_shared(flag) == last;
+}
+
+// A row's statistics over all splits, to all lanes of a warp.
+template <typename Config>
+__device__ __forceinline__ RowStatistics combined_statistics(const AttentionParams& params, const SplitParts<Config>& parts,
+                                                             int row) {
   RowStatistics seen;
-  const float* maxima = params.split_max + row_index;
-  const float* sums = params.split_sum + row_index;
   for (int split = lane_id(); split < params.num_splits; split += kWarpSize)
-    seen.maximum = max_float(seen.maximum, maxima[split * num_rows]);
+    seen.maximum = max_float(seen.maximum, parts.statistics(split, row)[0]);
   seen.maximum = warp_max(seen.maximum);
-  for (int split = lane_id(); split < params.num_splits; split += kWarpSize)
-    seen.sum = fused_multiply_add(exp2_fast<Element>(maxima[split * num_rows] - seen.maximum), sums[split * num_rows], seen.sum);
+  for (int split = lane_id(); split < params.num_splits; split += kWarpSize) {
+    const float* part = parts.statistics(split, row);
+    seen.sum = fused_multiply_add(exp2_fast<typename Config::Element>(part[0] - seen.maximum), part[1], seen.sum);
+  }
   seen.sum = group_sum<kWarpSize>(seen.sum);
+  return seen;
+}
 
-  const int group = thread_id() / kChunks, column = thread_id() % kChunks * kColumns;
-  RowChunk<Element> chunk;
-  if (group < kGroups) {
-    const float* out = params.split_out + row_index * Config::kHeadDimV + column;
-#pragma unroll 4
-    for (int split = group; split < params.num_splits; split += kGroups) {
-      if (sums[split * num_rows] == 0.0f) continue;  // it had no keys and wrote nothing
-      Chunk part[kColumns / 4];
+// The sum of the groups' chunks, in their order, to the threads of the first. Every thread of the block is here.
+template <typename Chunks>
+__device__ __forceinline__ Chunks group_total(SharedPtr sums, Chunks chunk, int items, int groups) {
+  constexpr int kChunks = Chunks::kColumns / 4;
+  const SharedPtr mine = sums + thread_id() * (16 * kChunks);
 #pragma unroll
-      for (int i = 0; i < kColumns / 4; ++i) part[i] = load_global_chunk(out + split * num_rows * Config::kHeadDimV + 4 * i);
-      chunk.add(exp2_fast<Element>(maxima[split * num_rows] - seen.maximum), part);
-    }
-    const SharedPtr mine = shared_base() + (group * kPartBytes + column * int(sizeof(float)));
+  for (int i = 0; i < kChunks; ++i) {
+    Chunk values;
 #pragma unroll
-    for (int i = 0; i < kColumns / 4; ++i) {
-      Chunk values;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) values.words[j] = float_bits(chunk.values[4 * i + j]);
-      store_shared(mine + 16 * i, values);
-    }
+    for (int j = 0; j < 4; ++j) values.words[j] = float_bits(chunk.values[4 * i + j]);
+    store_shared(mine + 16 * i, values);
   }
   sync_threads();
-  if (group > 0) return;
-  for (int other = 1; other < kGroups; ++other) {
-    Chunk part[kColumns / 4];
-    const SharedPtr theirs = shared_base() + (other * kPartBytes + column * int(sizeof(float)));
+  if (thread_id() >= items) return chunk;
+  for (int other = 1; other < groups; ++other) {
+    Chunk part[kChunks];
 #pragma unroll
-    for (int i = 0; i < kColumns / 4; ++i) part[i] = load_shared_chunk(theirs + 16 * i);
+    for (int i = 0; i < kChunks; ++i) part[i] = load_shared_chunk(mine + (other * items * kChunks + i) * 16);
     chunk.add(1.0f, part);
   }
-  const DivMod row = divmod(row_index, params.seqlen_q);
-  const DivMod head = divmod(row.quotient, params.num_heads);
-  store_row<Config>(params, int(head.quotient), int(head.remainder), int(row.remainder), column, chunk, seen);
+  return chunk;
+}
+
+// The first `rows` rows of a tile from its parts, in the order of the splits, whoever does it: `store` takes a row, a column, its
+// chunk and the row's statistics. Where the tile has fewer chunks than there are threads, groups of threads share the splits.
+template <typename Config, typename Shared, typename Store>
+__device__ __forceinline__ void combine_splits(const Shared& shared, const AttentionParams& params,
+                                               const SplitParts<Config>& parts, int rows, Store store) {
+  using Element = typename Config::Element;
+  using Chunks = RowChunk<Element>;
+  constexpr int kThreads = Config::kNumWarps * kWarpSize;
+  constexpr int kColumns = Chunks::kColumns, kPerRow = Config::kHeadDimV / kColumns;
+  static_assert(Shared::TilePart::kBytes >= kWarpSize * kColumns * int(sizeof(float)));  // the groups' sums fit a warp's place
+  constexpr int kAhead = 4;  // splits that a thread reads at once
+  const int items = rows * kPerRow, groups = max(kThreads / items, 1);
+  const int group = thread_id() / items;
+  float maxima[kAhead];
+  Chunk read[kAhead][kColumns / 4];
+  auto load = [&](int item, int first_split) {
+    if (group >= groups || item >= items) return;
+#pragma unroll
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int split = first_split + ahead * groups;
+      if (split >= params.num_splits) return;
+      maxima[ahead] = parts.statistics(split, item / kPerRow)[0];
+      const float* out = parts.out(split, item / kPerRow) + item % kPerRow * kColumns;
+#pragma unroll
+      for (int i = 0; i < kColumns / 4; ++i) read[ahead][i] = load_arrived_chunk(out + 4 * i);
+    }
+  };
+  int item = thread_id() - group * items;
+  load(item, group);  // on its way while the warps find the statistics
+  for (int row = warp_id(); row < rows; row += Config::kNumWarps) {
+    const RowStatistics seen = combined_statistics(params, parts, row);
+    if (lane_id() == 0) store_shared(shared.statistics(0, row), float_bits(seen.maximum), float_bits(seen.sum));
+  }
+  sync_threads();
+  for (; item < items; item += kThreads, load(item, group)) {  // once, where there are several groups
+    const SharedPtr statistics = shared.statistics(0, item / kPerRow);
+    const RowStatistics seen{bits_float(load_shared(statistics)), bits_float(load_shared(statistics + 4))};
+    Chunks chunk;
+    for (int first = group; group < groups && first < params.num_splits;) {
+#pragma unroll
+      for (int ahead = 0; ahead < kAhead; ++ahead)
+        if (first + ahead * groups < params.num_splits) chunk.add(exp2_fast<Element>(maxima[ahead] - seen.maximum), read[ahead]);
+      first += kAhead * groups;
+      load(item, first);
+    }
+    if (groups > 1) chunk = group_total(shared.part(0).base, chunk, items, groups);
+    if (group == 0) store(item / kPerRow, item % kPerRow * kColumns, chunk, seen);
+  }
 }
 
 }  // namespace hfc

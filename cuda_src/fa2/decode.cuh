@@ -106,56 +106,66 @@ __device__ __forceinline__ BlockRange split_blocks(const AttentionParams& params
   return {min(first + split * share, end), min(first + (split + 1) * share, end)};
 }
 
-// What the warps found becomes the block's: written as the output, or as one split's part of it.
+// One thread block's work: rows of one head of keys, some columns of their output, one split of their keys.
+struct DecodeTile {
+  int first_row;
+  int head_k;
+  int entry;
+  int split;
+  int first_column;
+};
+
+// What the warps found becomes the block's: written as the output, or as one split's part of it, which the last of the splits
+// combines.
 template <typename Config>
 __device__ __forceinline__ void store_packed_rows(const DecodeTraits<Config>& shared, const AttentionParams& params,
-                                                  const SeqlenInfo& seqlen, int first_row, int head_k, int entry, int split,
-                                                  int first_column) {
+                                                  const DecodeTile& tile) {
   using Traits = DecodeTraits<Config>;
   using Chunks = RowChunk<typename Config::Element>;
   constexpr int kColumns = Chunks::kColumns, kPerRow = Config::kHeadDimV / kColumns;
+  const int group = params.num_heads / params.num_heads_k;
+  const int num_rows = min<int>(Config::kBlockM, group * params.seqlen_q - tile.first_row);
+  const SplitParts<Config> parts(params, tile.entry, tile.split);
+  auto store = [&](int tile_row, int column, const Chunks& chunk, RowStatistics seen) {
+    const PackedRow packed(params, tile.head_k, tile.first_row + tile_row);
+    store_row<Config>(params, tile.entry, packed.head, packed.row, tile.first_column + column, chunk, seen);
+  };
 #pragma unroll 1
-  for (int index = thread_id(); index < Config::kBlockM * kPerRow; index += Traits::kThreads) {
+  for (int index = thread_id(); index < num_rows * kPerRow; index += Traits::kThreads) {
     const int tile_row = index / kPerRow, column = index % kPerRow * kColumns;
-    const PackedRow packed(params, head_k, first_row + tile_row);
-    if (packed.row >= seqlen.seqlen_q) return;  // nor do those behind it exist
-    RowStatistics parts[Config::kNumWarps], seen;
+    RowStatistics found[Config::kNumWarps], seen;
 #pragma unroll
     for (int warp = 0; warp < Config::kNumWarps; ++warp) {
       const SharedPtr statistics = shared.statistics(warp, tile_row);
-      parts[warp] = {bits_float(load_shared(statistics)), bits_float(load_shared(statistics + 4))};
-      seen.maximum = max_float(seen.maximum, parts[warp].maximum);
+      found[warp] = {bits_float(load_shared(statistics)), bits_float(load_shared(statistics + 4))};
+      seen.maximum = max_float(seen.maximum, found[warp].maximum);
     }
     Chunks chunk;
 #pragma unroll
     for (int warp = 0; warp < Config::kNumWarps; ++warp) {
-      const float factor = exp2_fast<typename Config::Element>(parts[warp].maximum - seen.maximum);
-      seen.sum = fused_multiply_add(factor, parts[warp].sum, seen.sum);
+      const float factor = exp2_fast<typename Config::Element>(found[warp].maximum - seen.maximum);
+      seen.sum = fused_multiply_add(factor, found[warp].sum, seen.sum);
       Chunk part[kColumns / 4];
 #pragma unroll
       for (int i = 0; i < kColumns / 4; ++i) part[i] = load_shared_chunk(shared.part(warp).at(tile_row, column / 4 + i));
       chunk.add(factor, part);
     }
     if (params.num_splits == 1) {
-      store_row<Config>(params, entry, packed.head, packed.row, first_column + column, chunk, seen);
+      store(tile_row, column, chunk, seen);
       continue;
     }
-    const int64 num_rows = int64(params.batch) * params.num_heads * params.seqlen_q;
-    const int64 row = split * num_rows + (int64(entry) * params.num_heads + packed.head) * params.seqlen_q + packed.row;
-    float* out = params.split_out + row * (Config::kHeadDimV * Config::kVChunks) + first_column + column;
 #pragma unroll
     for (int i = 0; i < kColumns; i += 4)
-      store_global_chunk(out + i, {float_bits(chunk.values[i]), float_bits(chunk.values[i + 1]), float_bits(chunk.values[i + 2]),
-                                   float_bits(chunk.values[i + 3])});
-    if (first_column + column > 0) continue;
-    params.split_max[row] = seen.maximum;
-    params.split_sum[row] = seen.sum;
+      store_global_chunk(parts.out(tile.split, tile_row) + column + i,
+                         {float_bits(chunk.values[i]), float_bits(chunk.values[i + 1]), float_bits(chunk.values[i + 2]),
+                          float_bits(chunk.values[i + 3])});
+    if (column == 0) store_global_pair(parts.statistics(tile.split, tile_row), seen.maximum, seen.sum);
   }
+  if (params.num_splits > 1 && is_last_split(params, parts, shared.base)) combine_splits(shared, params, parts, num_rows, store);
 }
 
 template <typename Config>
-__device__ __forceinline__ void decode_tile(const AttentionParams& params, int first_row, int head_k, int entry, int split,
-                                            int first_column) {
+__device__ __forceinline__ void decode_tile(const AttentionParams& params, const DecodeTile& tile) {
   using Traits = DecodeTraits<Config>;
   using Element = typename Config::Element;
   using Multiply = typename Config::Multiply;
@@ -163,26 +173,28 @@ __device__ __forceinline__ void decode_tile(const AttentionParams& params, int f
   const Traits shared;
   shared.mark_gaps();
 
-  const CacheRows<Config> cache(params, entry);
-  const SeqlenInfo seqlen = cache.seqlen(entry);
-  const PackedRows<Config> rows(params, seqlen, first_row, head_k, entry);
-  const KeyInterval keys = rows.block_keys();
-  const BlockRange blocks = split_blocks<Config>(params, keys, split);
+  const CacheRows<Config> cache(params, tile.entry);
+  const SeqlenInfo seqlen = cache.seqlen(tile.entry);
+  const TileKeys tile_keys = hfc::tile_keys<Config>(params, seqlen, tile.first_row, tile.head_k, tile.entry);
+  const KeyInterval keys = tile_keys.any;
+  const BlockRange blocks = split_blocks<Config>(params, keys, tile.split);
   const int warp = warp_id(), warp_key = warp * Traits::kWarpKeys;
-  const int num_columns = min(Config::kHeadDimV, params.head_dim_v - first_column);
+  const int num_columns = min(Config::kHeadDimV, params.head_dim_v - tile.first_column);
 
   auto load = [&](int n, int stage) {
     const int key = n * Config::kBlockN + warp_key;
-    load_warp_keys<Config>(shared.k(warp, stage), cache, seqlen, params.k, head_k, 0, keys, key, params.head_dim);
-    load_warp_keys<Config>(shared.v(warp, stage), cache, seqlen, params.v, head_k, first_column, keys, key, num_columns);
+    load_warp_keys<Config>(shared.k(warp, stage), cache, seqlen, params.k, tile.head_k, 0, keys, key, params.head_dim);
+    load_warp_keys<Config>(shared.v(warp, stage), cache, seqlen, params.v, tile.head_k, tile.first_column, keys, key,
+                           num_columns);
   };
-  load_packed_rows<Config>(shared.q(), params, seqlen, first_row, head_k);
+  load_packed_rows<Config>(shared.q(), params, seqlen, tile.first_row, tile.head_k);
   copy_async_commit();
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (blocks.first + stage < blocks.end) load(blocks.first + stage, stage);
     copy_async_commit();
   }
+  const PackedRows<Config> rows(params, seqlen, tile.first_row, tile.head_k, tile.entry, tile_keys);
   copy_async_wait<kStages - 1>();
   sync_threads();  // q has come
 
@@ -222,7 +234,7 @@ __device__ __forceinline__ void decode_tile(const AttentionParams& params, int f
       store_shared(shared.statistics(warp, row_of(i / 2, i % 2 * 2)), float_bits(softmax.reference[i]),
                    float_bits(softmax.sum[i]));
   sync_threads();
-  store_packed_rows<Config>(shared, params, seqlen, first_row, head_k, entry, split, first_column);
+  store_packed_rows<Config>(shared, params, tile);
 }
 
 template <typename Config>
@@ -233,8 +245,8 @@ __device__ __forceinline__ void fa2_decode(const AttentionParams& params) {
   const DivMod block = divmod(chunk.quotient, params.num_m_blocks);
   const DivMod head = divmod(block.quotient, params.num_heads_k);
   const DivMod split = divmod(head.quotient, params.num_splits);
-  decode_tile<Config>(params, int(block.remainder) * Config::kBlockM, int(head.remainder), int(split.quotient),
-                      int(split.remainder), int(chunk.remainder) * Config::kHeadDimV);
+  decode_tile<Config>(params, {int(block.remainder) * Config::kBlockM, int(head.remainder), int(split.quotient),
+                               int(split.remainder), int(chunk.remainder) * Config::kHeadDimV});
 }
 
 }  // namespace hfc

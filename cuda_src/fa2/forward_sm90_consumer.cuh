@@ -2,8 +2,9 @@
 // warpgroups runs in the rest of the SM; its own S = Q Kᵀ of a block runs beside P V of the block before.
 #pragma once
 
+#include "fa2/forward_sm90_record.cuh"
 #include "fa2/forward_sm90_softmax.cuh"
-#include "fa2/forward_sm90_tiles.cuh"
+#include "fa2/forward_sm90_store.cuh"
 #include "isa/ptx/warpgroup.cuh"
 #include "isa/ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
@@ -14,6 +15,7 @@ template <typename Config>
 class ForwardConsumer {
   using Traits = ForwardSm90Traits<Config>;
   using Element = typename Traits::Element;
+  using Tile = RowTile<Config>;
   using Softmax = StaleSoftmax<Element, Traits::kN>;
   using TileQ = typename Traits::TileQ;
   using TileK = typename Traits::TileK;
@@ -33,16 +35,20 @@ class ForwardConsumer {
     // One place reads a tile, at the loop's head: in other forms the compiler no longer sees that all lanes go the same way, and
     // computes every operand's address in each of them.
     for (;;) {
-      RowTile tile = next_tile();
+      Tile tile = next_tile();
       if (!tile.exists()) break;
       if (!tile.has_rows(warpgroup_)) {
         pass_tile(tile);
+        if constexpr (!Config::kFused) release_tile();
         continue;
       }
       begin(tile);
-      do walk_keys(tile);
-      while (finish(tile));
-      if constexpr (Config::kFused) {  // `tile` is the one after
+      if constexpr (!Config::kFused) {
+        walk_keys(tile);
+        finish(tile);
+      } else {
+        do walk_keys(tile);
+        while (finish_into_next(tile));  // `tile` is the one after
         release_q(previous_q());
         storing_ = false;
         if (!tile.exists()) break;
@@ -53,27 +59,34 @@ class ForwardConsumer {
   }
 
  private:
-  __device__ __forceinline__ RowTile next_tile() {
-    const RowTile tile = known_tile<Config>(shared_, tiles_);
+  __device__ __forceinline__ Tile next_tile() {
+    const Tile tile = known_tile<Config>(shared_, tiles_);
+    if constexpr (Config::kFused) release_tile();
+    return tile;
+  }
+  __device__ __forceinline__ void release_tile() {
     sync_warp();
     arrive(shared_.tile_read(tiles_.slot()));
     tiles_.advance();
-    return tile;
   }
 
-  // Blocks of keys that this warpgroup's rows of the tile see.
-  __device__ __forceinline__ int num_blocks(const RowTile& tile) const {
-    return num_key_blocks<Config>(params_.attention, tile.first_row(warpgroup_) + kUnitRows);
+  // Blocks of keys that the rows of the tile see, and those that this warpgroup's do.
+  __device__ __forceinline__ KeyBlocks tile_blocks(const Tile& tile) const { return blocks_of_tile(params_, tile, record()); }
+  __device__ __forceinline__ KeyBlocks unit_blocks(const Tile& tile) const {
+    return blocks_of_unit(params_, tile, warpgroup_, record());
   }
-  // Those that only later rows of the tile see.
-  __device__ __forceinline__ int blocks_to_pass(const RowTile& tile) const {
-    return num_key_blocks<Config>(params_.attention, tile.end_row()) - num_blocks(tile);
+  // What the key loader wrote of the tile: there to its end, unless kFused, which reads the next one before.
+  __device__ __forceinline__ SharedPtr record() const { return shared_.tile(tiles_.slot()); }
+  // How many only later rows of the tile see, and how many only earlier ones.
+  __device__ __forceinline__ int blocks_above(const Tile& tile) const { return tile_blocks(tile).end - unit_blocks(tile).end; }
+  __device__ __forceinline__ int blocks_below(const Tile& tile) const {
+    return unit_blocks(tile).first - tile_blocks(tile).first;
   }
 
   // S of the tile's first block, with nothing beside it.
-  __device__ __forceinline__ void begin(const RowTile& tile) {
-    pass_blocks(blocks_to_pass(tile));
-    block_ = num_blocks(tile) - 1;
+  __device__ __forceinline__ void begin(const Tile& tile) {
+    pass_blocks(blocks_above(tile));
+    block_ = unit_blocks(tile).end - 1;
     mbarrier_wait(shared_.q_loaded(warpgroup_, q_.slot()), q_.parity());
     mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
     hold_registers(scores_[0]);
@@ -86,30 +99,40 @@ class ForwardConsumer {
   }
 
   // From the scores of the last block to the probabilities of the first.
-  __device__ __forceinline__ void walk_keys(const RowTile& tile) {
-    const AttentionParams& params = params_.attention;
-    const int first_row = tile.first_row(warpgroup_);
-    const int diagonal = first_row + params.seqlen_k - params.seqlen_q + params.window_right;  // last key of the first row
+  __device__ __forceinline__ void walk_keys(const Tile& tile) {
+    const KeyBlocks blocks = unit_blocks(tile);
     const float scale = modify(tile);
-    if (Config::kCausal || (block_ + 1) * Config::kBlockN > params.seqlen_k) hide_keys(diagonal);
+    if (!blocks.whole(block_)) hide_keys(tile);
     softmax_.start(probabilities_, scores_, scale);
     clear(out_);
     --block_;
-    if constexpr (Config::kCausal)
-      for (; block_ >= 0 && (block_ + 1) * Config::kBlockN > diagonal + 1; --block_) step<true>(tile, diagonal);
-    for (; block_ >= 0; --block_) step<false>(tile, diagonal);
+    if constexpr (Traits::kHoles || Config::kLeft) {
+      while (block_ >= blocks.first) {
+        for (; block_ >= blocks.first && !blocks.whole(block_); --block_) step<true>(tile);
+        if constexpr (!Config::kMask)  // of which a block may always hide something
+          for (; block_ >= blocks.first && blocks.whole(block_); --block_) step<false>(tile);
+      }
+    } else {
+      if constexpr (Config::kCausal)
+        for (; block_ >= max(blocks.whole_end, 0); --block_) step<true>(tile);
+      for (; block_ >= 0; --block_) step<false>(tile);
+    }
   }
 
   // Scores of block_ beside the output of the block after it, then block_'s softmax.
   template <bool kMasked>
-  __device__ __forceinline__ void step(const RowTile& tile, int diagonal) {
+  __device__ __forceinline__ void step(const Tile& tile) {
     mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
     mbarrier_wait(shared_.v_loaded(v_.slot()), v_.parity());  // here, not in between: a divergent loop there serialises wgmma
     multiply_both();
     release_k();
     const float scale = modify(tile);
-    if constexpr (kMasked) {
-      hide_keys(diagonal);
+    if constexpr (kMasked && Traits::kHoles) {
+      wait_out();  // the registers of the probabilities are wanted
+      hide_keys(tile);
+      softmax_.update_masked(probabilities_, scores_, out_, scale, [] {});
+    } else if constexpr (kMasked) {
+      hide_keys(tile);
       softmax_.update_masked(probabilities_, scores_, out_, scale, [&] { wait_out(); });
     } else {
       wait_out();
@@ -121,42 +144,49 @@ class ForwardConsumer {
     }
   }
 
-  // The last output of the tile, beside the first scores of the next one if this warpgroup has rows of that; `tile` becomes the
-  // next. Returns whether its scores are there.
-  __device__ __forceinline__ bool finish(RowTile& tile) {
-    if (Config::kFused && storing_) release_q(previous_q());
-    const RowTile done = tile;
-    const int done_q = q_.slot();
-    if constexpr (Config::kFused) tile = next_tile();
-    const bool follows = Config::kFused && tile.has_rows(warpgroup_);
+  // The last output of the tile, with nothing beside it.
+  __device__ __forceinline__ void finish(const Tile& tile) {
+    mbarrier_wait(shared_.v_loaded(v_.slot()), v_.parity());
+    hold_registers(out_[0]);
+    hold_registers(probabilities_);
+    wgmma_fence();
+    multiply_probabilities();
+    wgmma_commit();
+    wait_out();
+    pass_blocks(blocks_below(tile));
+    store_out(load_tile<Config>(record()), q_.slot());  // again, rather than registers
+    release_q(q_.slot());
     q_.advance();
-    int passed = 0;
+    release_tile();
+  }
+
+  // The same beside the first scores of the next tile if this warpgroup has rows of that; `tile` becomes the next. Returns whether
+  // its scores are there.
+  __device__ __forceinline__ bool finish_into_next(Tile& tile) {
+    if (storing_) release_q(previous_q());
+    const Tile done = tile;
+    const int done_q = q_.slot();
+    q_.advance();
+    int passed = Config::kLeft ? blocks_below(tile) : 0;
+    tile = next_tile();
+    const bool follows = tile.has_rows(warpgroup_);
+    pass_k(passed);
     if (follows) {
-      passed = blocks_to_pass(tile);
-      block_ = num_blocks(tile) - 1;
-      pass_k(passed);
+      const int above = blocks_above(tile);
+      passed += above;
+      block_ = unit_blocks(tile).end - 1;
+      pass_k(above);
       mbarrier_wait(shared_.q_loaded(warpgroup_, q_.slot()), q_.parity());
       mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
     }
     mbarrier_wait(shared_.v_loaded(v_.slot()), v_.parity());
-    if constexpr (Config::kFused) {
-      multiply_both();  // unless the tile follows, scores of whatever lies there: not used
-      if (follows) release_k();
-    } else {
-      hold_registers(out_[0]);
-      hold_registers(probabilities_);
-      wgmma_fence();
-      multiply_probabilities();
-      wgmma_commit();
-    }
+    multiply_both();  // unless the tile follows, scores of whatever lies there: not used
+    if (follows) release_k();
     wait_out();
     pass_v(passed);
     store_out(done, done_q);
     pass_turns(passed);
-    if constexpr (Config::kFused)
-      storing_ = true;
-    else
-      release_q(done_q);
+    storing_ = true;
     return follows;
   }
 
@@ -222,73 +252,49 @@ class ForwardConsumer {
   }
 
   // The products of block_ become scores; returns the factor that makes them logits of base 2.
-  __device__ __forceinline__ float modify(const RowTile& tile) {
-    const AttentionParams& params = params_.attention;
-    const ScoreTile place{tile.first_row(warpgroup_) + 16 * warp_, block_ * Config::kBlockN, tile.head, tile.entry};
-    return modify_scores<Config>(scores_, params, SeqlenInfo(params, tile.entry), place);
+  __device__ __forceinline__ float modify(const Tile& tile) {
+    const int entry = Config::kVarlen ? min(tile.entry, params_.attention.batch - 1) : tile.entry;  // rows of none see no key
+    const ScoreTile place{tile.first_row(params_, warpgroup_) + 16 * warp_, block_ * Config::kBlockN,
+                          tile.query_head(params_, warpgroup_), entry};
+    return modify_scores<Config>(scores_, params_.attention, tile.seqlen(params_.attention), place);
   }
 
-  // Hides the keys of block_ beyond the end and beyond the diagonal; `diagonal` is the first row's last key.
-  __device__ __forceinline__ void hide_keys(int diagonal) {
-    const int column = block_ * Config::kBlockN + column_of(0, 0);
-    int visible[2];  // columns that each of the lane's rows sees, from its first one on
+  // Hides the keys of block_ that a row does not see.
+  __device__ __forceinline__ void hide_keys(const Tile& known) {
+    const AttentionParams& params = params_.attention;
+    const Tile tile = Config::kFused ? known : load_tile<Config>(record());  // again, rather than registers
+    const SeqlenInfo seqlen = tile.seqlen(params);
+    const int first_row = tile.first_row(params_, warpgroup_) + 16 * warp_, first_key = block_ * Config::kBlockN;
+    if constexpr (Traits::kHoles || Config::kLeft) {
+      uint32 visible[2];
+      visible_bits<Config, 1, Traits::kN>(visible, params, seqlen, tile.entry, tile.head, first_row, first_key);
+      hide(scores_, visible);
+    } else {  // those beyond the diagonal and beyond the end
+      int visible[2];  // columns that each of the lane's rows sees, from its first one on
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int keys = params_.attention.seqlen_k;
-      if constexpr (Config::kCausal) keys = min(keys, diagonal + 1 + 16 * warp_ + row_of(0, 2 * half));
-      visible[half] = keys - column;
+      for (int half = 0; half < 2; ++half) {
+        int keys = seqlen.seqlen_k;
+        if constexpr (Config::kCausal)
+          keys = min(keys, first_row + row_of(0, 2 * half) + seqlen.seqlen_k - seqlen.seqlen_q + params.window_right + 1);
+        visible[half] = keys - first_key - column_of(0, 0);
+      }
+#pragma unroll
+      for (int j = 0; j < Traits::kN; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (8 * j + e % 2 >= visible[e / 2]) scores_[0][j][e] = bits_float(0xff800000u);  // -inf
     }
-#pragma unroll
-    for (int j = 0; j < Traits::kN; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (8 * j + e % 2 >= visible[e / 2]) scores_[0][j][e] = bits_float(0xff800000u);  // -inf
   }
 
-  // Normalises the output and stores each warp's 16 rows, by way of the queries' place.
-  __device__ __forceinline__ void store_out(const RowTile& tile, int q_slot) {
-    const float* sinks = params_.attention.sinks;
-    float factors[2];
-    softmax_.finish(factors, sinks != nullptr ? sinks + tile.head : nullptr);
-    const int first_row = tile.first_row(warpgroup_) + 16 * warp_;
-    store_lse(tile, first_row);
-    Softmax::scale_rows(out_, factors);
-    const SharedPtr rows = shared_.q(warpgroup_, q_slot).base + 16 * warp_ * kPanelRowBytes;
-    const SharedPtr row = rows + lane_id() % 16 * kPanelRowBytes;
-#pragma unroll
-    for (int k = 0; k < Config::kHeadDimV / 16; ++k) {
-      uint32 matrices[4];  // rows 0 to 7 and 8 to 15 of the first 8 columns, then of the others
-      to_operand<Element>(matrices, out_[0], k);
-      const int chunk = (k % 4 * 2 + lane_id() / 16) ^ lane_id() % 8;
-      stmatrix(row + (k / 4 * TileQ::kPanelBytes + chunk * 16), matrices);
-    }
-    fence_async_proxy();
-    sync_warp();
-    if (lane_id() == 0) {
-#pragma unroll
-      for (int panel = 0; panel < TileV::kPanels; ++panel)
-        tma_store(params_.out, rows + panel * TileQ::kPanelBytes, panel * kPanelColumns, first_row, tile.head, tile.entry);
-      tma_store_commit();
-    }
-  }
-  __device__ __forceinline__ void store_lse(const RowTile& tile, int first_row) const {
-    const AttentionParams& params = params_.attention;
-    if (params.lse == nullptr || lane_id() % 4 != 0) return;
-    const int64 first = tile.entry * params.lse_batch_stride + tile.head * params.lse_head_stride;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + row_of(0, 2 * half);
-      if (row >= params.seqlen_q) continue;
-      params.lse[first + row] = softmax_.lse(half);
-      if (params.row_max == nullptr) continue;
-      params.row_max[first + row] = softmax_.reference[half];  // for the backward pass, as in fa2/forward.cuh
-      params.row_sum[first + row] = softmax_.sum[half];
-    }
+  __device__ __forceinline__ void store_out(const Tile& tile, int q_slot) {
+    store_rows<Config>(params_, tile, warpgroup_, 16 * warp_, out_, softmax_,
+                       shared_.q(warpgroup_, q_slot).base + 16 * warp_ * kPanelRowBytes);
   }
 
   // A warpgroup without rows for some blocks hands them on, in step with the others.
-  __device__ __forceinline__ void pass_tile(const RowTile& tile) {
-    pass_blocks(num_key_blocks<Config>(params_.attention, tile.end_row()));
+  __device__ __forceinline__ void pass_tile(const Tile& tile) {
+    const KeyBlocks blocks = tile_blocks(tile);
+    pass_blocks(blocks.end - blocks.first);
   }
   __device__ __forceinline__ void pass_blocks(int count) {
     for (int i = 0; i < count; ++i) {

@@ -153,7 +153,9 @@ struct StaleSoftmax {
 
   // The scale that the scores still lack: those of large references get theirs here.
   __device__ __forceinline__ float remaining_scale(Scores& scores, float scale) const {
-    if (!warp_any(large())) return scale;
+    // Not for rows that have seen no key yet: their neighbours' bits must not depend on that.
+    auto has_large = [&](int row) { return is_large(reference[row]) && reference[row] > -kFloatMax; };
+    if (!warp_any(has_large(0) || has_large(1))) return scale;
     scale_scores(scores, scale);
     return 1.0f;
   }

@@ -1,74 +1,168 @@
-// Which rows a thread block works on next. Rows are dealt in units of 64, one a warpgroup, so that a head whose rows do not fill
-// its last tile costs its first tiles a unit each (under a causal mask the cheapest) instead of the last a whole tile.
+// Which rows a thread block works on next, and which blocks of keys they see. Rows are dealt in units of 64, one a warpgroup, so
+// that a head whose rows do not fill its last tile costs its first tiles a unit each (under a causal mask the cheapest) instead
+// of the last a whole tile.
 #pragma once
 
+#include "attn/mask.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/tile_scheduler.cuh"
 #include "common/math.cuh"
 #include "fa2/forward_sm90_traits.cuh"
 #include "isa/ptx/atomic.cuh"
+#include "isa/ptx/warpgroup.cuh"
 
 namespace hfc {
 
-// Rows of one (head, entry) that the warpgroups of a thread block share: warpgroup w has unit first_unit + w.
+// Blocks of keys, [first, end): all that some of a group of rows see, at least one block, so that rows that see none need no
+// other road. Every row sees those of [whole_first, whole_end) whole.
+struct KeyBlocks {
+  int first;
+  int end;
+  int whole_first;
+  int whole_end;
+
+  __device__ __forceinline__ bool whole(int block) const { return block >= whole_first && block < whole_end; }
+};
+
+// Rows of one entry that the warpgroups of a thread block share: warpgroup w has unit first_unit + w, of one head. With
+// kPacksHeads the units of all heads that share a head of keys are one list, in which those of the same rows are neighbours: rows
+// of several heads then fill a tile together, and see the same keys.
+template <typename Config>
 struct RowTile {
   int first_unit;  // negative: there are no more tiles
   int num_units;
-  int head;
+  int head;  // with kPacksHeads of the keys
   int entry;
+  int seqlen_q, seqlen_k, first_q, first_k;  // of the entry, in a packed tensor; elsewhere nobody reads them
 
   __device__ __forceinline__ bool exists() const { return first_unit >= 0; }
   __device__ __forceinline__ bool has_rows(int warpgroup) const { return exists() && warpgroup < num_units; }
-  __device__ __forceinline__ int first_row(int warpgroup) const { return (first_unit + warpgroup) * kUnitRows; }
-  __device__ __forceinline__ int end_row() const { return (first_unit + num_units) * kUnitRows; }
+  __device__ __forceinline__ int first_row(const ForwardSm90Params& params, int warpgroup) const {
+    const int unit = first_unit + warpgroup;
+    return kUnitRows * (Config::kPacksHeads ? int(high_product(uint32(unit), params.group_inverse)) : unit);
+  }
+  __device__ __forceinline__ int end_row(const ForwardSm90Params& params) const {
+    return first_row(params, num_units - 1) + kUnitRows;
+  }
+  // Of the queries of a warpgroup.
+  __device__ __forceinline__ int query_head(const ForwardSm90Params& params, int warpgroup) const {
+    if constexpr (!Config::kPacksHeads) return head;
+    const int unit = first_unit + warpgroup, row_unit = int(high_product(uint32(unit), params.group_inverse));
+    return head * params.group + unit - row_unit * params.group;
+  }
+  __device__ __forceinline__ SeqlenInfo seqlen(const AttentionParams& params) const {
+    if constexpr (Config::kVarlen) return SeqlenInfo(seqlen_q, seqlen_k, first_q, first_k, 0);
+    return SeqlenInfo(params.seqlen_q, params.seqlen_k, 0, 0, entry);
+  }
 };
+
+// Units of a head (kPacksHeads: of the heads that share its keys), and the heads whose units are dealt apart from each other.
+template <typename Config>
+__device__ __forceinline__ int num_units(const ForwardSm90Params& params, int seqlen_q) {
+  return ceil_div(seqlen_q, kUnitRows) * (Config::kPacksHeads ? params.group : 1);
+}
+template <typename Config>
+__device__ __forceinline__ uint32 num_dealt_heads(const AttentionParams& params) {
+  return Config::kPacksHeads ? params.num_heads_k : params.num_heads;
+}
+
+// Units of tile `m` of a head with `units` in `tiles` tiles.
+template <typename Config>
+__device__ __forceinline__ RowTile<Config> units_of_tile(int m, int tiles, int units) {
+  const int missing = Config::kWarpgroups * tiles - units;
+  auto first_unit = [&](int tile) { return min(Config::kWarpgroups * tile - min(tile, missing), units); };
+  RowTile<Config> tile;
+  tile.first_unit = first_unit(m);
+  tile.num_units = first_unit(m + 1) - tile.first_unit;
+  return tile;
+}
 
 // Tile `index` of the launch. Late row tiles first: under a causal mask they have the most keys, and what starts last should be
 // short. The tiles of `heads_per_section` (batch, head) pairs run interleaved, few enough that their keys stay in the L2 cache.
 template <typename Config>
-__device__ __forceinline__ RowTile row_tile(const AttentionParams& params, uint32 index) {
-  if (index >= uint32(params.num_tiles)) return {-1, 0, 0, 0};
-  const uint32 tiles = params.num_m_blocks, most_pairs = params.heads_per_section, heads = params.num_heads;
+__device__ __forceinline__ RowTile<Config> row_tile(const ForwardSm90Params& launch, uint32 index) {
+  const AttentionParams& params = launch.attention;
+  const uint32 tiles = params.num_m_blocks, most_pairs = params.heads_per_section, heads = num_dealt_heads<Config>(params);
   const uint32 section = index / (tiles * most_pairs), first_pair = section * most_pairs;
   const uint32 pairs = min(most_pairs, params.batch * heads - first_pair);
   const uint32 within = index - first_pair * tiles, m_from_last = within / pairs;
   const uint32 pair = first_pair + (within - m_from_last * pairs), entry = pair / heads;
-  const int m = int(tiles - 1 - m_from_last), units = ceil_div(params.seqlen_q, kUnitRows);
-  const int missing = Config::kWarpgroups * int(tiles) - units;
-  auto first_unit = [&](int tile) { return min(Config::kWarpgroups * tile - min(tile, missing), units); };
-  return {first_unit(m), first_unit(m + 1) - first_unit(m), int(pair - entry * heads), int(entry)};
+  const int units = num_units<Config>(launch, params.seqlen_q);
+  RowTile<Config> tile = units_of_tile<Config>(int(tiles - 1 - m_from_last), int(tiles), units);
+  tile.head = int(pair - entry * heads);
+  tile.entry = int(entry);
+  return tile;
 }
 
-// The tile after `index`: claimed late, when the last keys of that one are on their way, so that a thread block with long tiles
-// takes fewer. The counter wraps to 0 when every tile has been asked for, which each is once: the next launch finds it as this
-// one did, without anybody resetting it.
-__device__ __forceinline__ uint32 claim_tile(const ForwardSm90Params& params, uint32 index) {
-  if (params.tile_counter == nullptr) return index + gridDim.x;
-  return gridDim.x + atomic_increment(params.tile_counter, uint32(params.attention.num_tiles) - 1);
-}
+// Packed sequences whose numbers of keys have the same number of bits are one class, the longest first, so that what starts last
+// is short. 0 to 31.
+__device__ __forceinline__ int length_class(const SeqlenInfo& seqlen) { return min(leading_zeros(uint32(seqlen.seqlen_k)), 31); }
 
-// Blocks of keys that the rows before `end_row` see, the first ones. At least one, so that rows that see none need no other road.
+// Tiles of a head in all entries of a class: lane c of the warp learns those of class c.
 template <typename Config>
-__device__ __forceinline__ int num_key_blocks(const AttentionParams& params, int end_row) {
-  int keys = params.seqlen_k;
-  if constexpr (Config::kCausal) keys = max(min(keys, end_row + params.seqlen_k - params.seqlen_q + params.window_right), 1);
-  return ceil_div(keys, Config::kBlockN);
+__device__ __forceinline__ int tiles_of_classes(const ForwardSm90Params& launch) {
+  const AttentionParams& params = launch.attention;
+  int of_class = 0;
+#pragma unroll 1
+  for (int first = 0; first <= params.batch; first += kWarpSize) {  // the last entry: the rows beyond the last offset
+    const int entry = first + lane_id();
+    int tiles = 0, length = 0;
+    if (entry <= params.batch) {
+      const SeqlenInfo seqlen(params, entry);
+      tiles = ceil_div(num_units<Config>(launch, seqlen.seqlen_q), Config::kWarpgroups);
+      length = length_class(seqlen);
+    }
+    for (uint32 left = warp_ballot(tiles > 0); left != 0;) {
+      const int current = int(broadcast(uint32(length), first_bit(left)));
+      const bool same = tiles > 0 && length == current;
+      const int sum = warp_sum(same ? tiles : 0);
+      if (lane_id() == current) of_class += sum;
+      left &= ~warp_ballot(same);
+    }
+  }
+  return of_class;
 }
 
-// A ring of two: what the key loader writes, everybody else reads.
+// Tile `index` of packed sequences, for a warp: the heads of one tile of rows are neighbours, the tiles of an entry run from the
+// last. `of_class` as above.
 template <typename Config>
-__device__ __forceinline__ void publish_tile(ForwardSm90Traits<Config> shared, Ring<2>& ring, RowTile tile) {
-  mbarrier_wait(shared.tile_read(ring.slot()), ring.parity() ^ 1);
-  store_shared(shared.tile(ring.slot()),
-               Chunk{{uint32(tile.first_unit), uint32(tile.num_units), uint32(tile.head), uint32(tile.entry)}});
-  mbarrier_arrive(shared.tile_known(ring.slot()));
-  ring.advance();
+__device__ __forceinline__ RowTile<Config> packed_row_tile(const ForwardSm90Params& launch, int of_class, uint32 index) {
+  const AttentionParams& params = launch.attention;
+  const uint32 heads = num_dealt_heads<Config>(params);
+  const int slot = int(index / heads), end = warp_inclusive_sum(of_class);
+  const int length = first_bit(warp_ballot(end > slot));
+  const int before = int(broadcast(uint32(end - of_class), length));
+  const WorkTile work = packed_tile<Config::kWarpgroups>(params, 0x7fffffff, slot - before, [&](const SeqlenInfo& seqlen) {
+    return length_class(seqlen) == length ? num_units<Config>(launch, seqlen.seqlen_q) : 0;
+  });
+  const SeqlenInfo seqlen(params, work.entry);
+  const int units = num_units<Config>(launch, seqlen.seqlen_q);
+  RowTile<Config> tile = units_of_tile<Config>(work.m_block, ceil_div(units, Config::kWarpgroups), units);
+  tile.head = int(index - uint32(slot) * heads);
+  tile.entry = work.entry;
+  tile.seqlen_q = seqlen.seqlen_q, tile.seqlen_k = seqlen.seqlen_k;
+  tile.first_q = int(seqlen.first_q), tile.first_k = int(seqlen.first_k);
+  return tile;
 }
 
-// The caller arrives at tile_read(slot), once a warp.
+// From what the first and the last row of a group see. Without key intervals those of the rows between lie in between.
 template <typename Config>
-__device__ __forceinline__ RowTile known_tile(ForwardSm90Traits<Config> shared, const Ring<2>& ring) {
-  mbarrier_wait(shared.tile_known(ring.slot()), ring.parity());
-  const Chunk chunk = load_shared_chunk(shared.tile(ring.slot()));
-  return {int(chunk.words[0]), int(chunk.words[1]), int(chunk.words[2]), int(chunk.words[3])};
+__device__ __forceinline__ KeyBlocks window_blocks(const AttentionParams& params, const SeqlenInfo& seqlen, int first_row,
+                                                   int end_row) {
+  constexpr int kBlockN = Config::kBlockN;
+  const KeyInterval first = window_interval(params, seqlen, first_row), last = window_interval(params, seqlen, end_row - 1);
+  KeyBlocks blocks{0, ceil_div(seqlen.seqlen_k, kBlockN), 0, seqlen.seqlen_k / kBlockN};
+  if constexpr (Config::kCausal) blocks.end = ceil_div(last.hi, kBlockN), blocks.whole_end = max(first.hi, 0) / kBlockN;
+  if constexpr (Config::kCausal || Config::kVarlen) blocks.end = max(blocks.end, 1);
+  if constexpr (Config::kLeft) {
+    blocks.first = min(first.lo / kBlockN, blocks.end - 1);
+    blocks.whole_first = ceil_div(last.lo, kBlockN);
+  }
+  return blocks;
+}
+template <typename Config>
+__device__ __forceinline__ KeyBlocks blocks_of_rows(const ForwardSm90Params& params, const RowTile<Config>& tile) {
+  return window_blocks<Config>(params.attention, tile.seqlen(params.attention), tile.first_row(params, 0), tile.end_row(params));
 }
 
 }  // namespace hfc

@@ -17,7 +17,9 @@ struct ForwardSm90Params {
   TensorMap out;
   AttentionParams attention;
   uint32* tile_counter;  // 0 before the launch and after it; null: tiles are dealt round
-  uint8 padding[64 - (sizeof(AttentionParams) + 8) % 64];
+  int group;             // kPacksHeads: heads of queries that share a head of keys
+  uint32 group_inverse;  // and 2^32 / group, rounded up
+  uint8 padding[64 - (sizeof(AttentionParams) + 16) % 64];
 };
 
 constexpr int kPanelColumns = 64;  // 128 bytes of 16-bit elements: the width of the swizzle
@@ -60,7 +62,9 @@ class Ring {
 //   q_loaded    its warpgroup  | the copy engine               q_released  the query loader | the warpgroup's 4 warps
 //   k_loaded    consumers      | the copy engine               k_released  the key loader   | each warp of the consumers
 //   v_loaded    consumers      | the copy engine               v_released  the key loader   | each warp of the consumers
-//   tile_known  all but it     | the key loader                tile_read   the key loader   | the query loader, each warp
+//   tile_known  all but it     | the key loader                tile_read   the key loader   | everybody else, once a warp
+// With kClears another warp looks at the values before the consumers do:
+//   v_landed    that warp      | the copy engine               and v_loaded    consumers    | that warp
 template <typename Config>
 struct ForwardSm90Traits {
   using Element = typename Config::Element;
@@ -70,13 +74,17 @@ struct ForwardSm90Traits {
   // With two the first scores of a tile are computed beside the last output of the tile before.
   static constexpr int kQSlots = Config::kFused ? 2 : 1;
   static constexpr int kTileSlots = 2;
-  static constexpr int kTileBytes = 16;
+  static constexpr bool kHoles = Config::kIntervals || Config::kMask;  // keys within a tile's range that no row may see
+  static constexpr bool kClears = kHoles || Config::kLeft || Config::kVarlen;  // blocks may hold keys that nobody sees
+  static constexpr int kLengths = 16, kBlocks = kLengths + (Config::kVarlen ? 16 : 0);  // parts of a tile's record
+  static constexpr int kTileBytes = kBlocks + (kHoles ? 16 * (1 + kWarpgroups) : 0);
   static constexpr int kN = Config::kBlockN / 8;     // n-tiles of a block of keys
   static constexpr int kNV = Config::kHeadDimV / 8;  // n-tiles of the output
   static_assert(Config::kBlockN % 16 == 0 && Config::kHeadDim % 16 == 0 && Config::kHeadDimV % 16 == 0);
   static_assert(Config::kHeadDimV <= Config::kHeadDim, "out is staged where q was");
-  // A warpgroup that passes blocks on at the start of a tile still holds the last v of the tile before.
-  static_assert(ceil_div((kWarpgroups - 1) * kUnitRows, Config::kBlockN) <= kStages || !Config::kFused);
+  // A warpgroup that passes blocks on between two tiles still holds the last v that it needs of the first.
+  static_assert(ceil_div((kWarpgroups - 1) * kUnitRows, Config::kBlockN) + (Config::kLeft ? 1 : 0) <= kStages || !Config::kFused);
+  static_assert(!(kHoles && Config::kFused), "rows of one tile may see blocks far apart");
 
   using TileQ = PanelTile<kUnitRows, Config::kHeadDim>;
   using TileK = PanelTile<Config::kBlockN, Config::kHeadDim>;
@@ -88,7 +96,7 @@ struct ForwardSm90Traits {
   static constexpr int kV = kK + kStages * TileK::kBytes;
   static constexpr int kTiles = kV + kStages * TileV::kBytes;
   static constexpr int kBarriers = kTiles + kTileSlots * kTileBytes;
-  static constexpr int kNumBarriers = 2 * (kQSlots * kWarpgroups + 2 * kStages + kTileSlots);
+  static constexpr int kNumBarriers = 2 * (kQSlots * kWarpgroups + 2 * kStages + kTileSlots) + (kClears ? kStages : 0);
   static constexpr int kSharedBytes = kAlignment + kBarriers + 8 * kNumBarriers;
   static_assert(kSharedBytes == Config::kSharedBytes, "sm90.py and this plan disagree");
 
@@ -115,6 +123,7 @@ struct ForwardSm90Traits {
   __device__ __forceinline__ SharedPtr v_released(int slot) const { return barrier(kRings + 3 * kStages + slot); }
   __device__ __forceinline__ SharedPtr tile_known(int slot) const { return barrier(kRings + 4 * kStages + slot); }
   __device__ __forceinline__ SharedPtr tile_read(int slot) const { return barrier(kRings + 4 * kStages + kTileSlots + slot); }
+  __device__ __forceinline__ SharedPtr v_landed(int slot) const { return barrier(kRings + 4 * kStages + 2 * kTileSlots + slot); }
 
   // One thread calls, before any other uses a barrier.
   __device__ __forceinline__ void init_barriers() const {
@@ -128,10 +137,11 @@ struct ForwardSm90Traits {
       mbarrier_init(v_loaded(slot), 1);
       mbarrier_init(k_released(slot), kWarps);
       mbarrier_init(v_released(slot), kWarps);
+      if constexpr (kClears) mbarrier_init(v_landed(slot), 1);
     }
     for (int slot = 0; slot < kTileSlots; ++slot) {
       mbarrier_init(tile_known(slot), 1);
-      mbarrier_init(tile_read(slot), kWarps + 1);
+      mbarrier_init(tile_read(slot), kWarps + (kClears ? 2 : 1));
     }
     fence_mbarrier_init();
     fence_async_proxy();

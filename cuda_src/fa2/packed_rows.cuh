@@ -23,50 +23,75 @@ struct PackedRow {
   }
 };
 
+// The keys that some row of a tile sees, and those that every row sees.
+struct TileKeys {
+  KeyInterval any;
+  KeyInterval all;
+};
+
+template <typename Config>
+__device__ __forceinline__ KeyInterval packed_interval(const AttentionParams& params, const SeqlenInfo& seqlen, PackedRow packed,
+                                                       int entry) {
+  const int* intervals = nullptr;
+  if constexpr (Config::kIntervals)
+    intervals = params.key_intervals + entry * params.interval_batch_stride + packed.head * params.interval_head_stride;
+  return row_interval(params, seqlen, intervals, packed.row);
+}
+
+// Every warp finds the same. Loads wait for this, so it asks no other lane where it need not: without intervals the rows' keys
+// move on with the rows, and the first and the last bound them all.
+template <typename Config>
+__device__ __forceinline__ TileKeys tile_keys(const AttentionParams& params, const SeqlenInfo& seqlen, int first_row, int head_k,
+                                              int entry) {
+  constexpr int kInfinity = 0x7fffffff;
+  const int end_row = min<int>(first_row + Config::kBlockM, params.num_heads / params.num_heads_k * seqlen.seqlen_q);
+  TileKeys keys{{kInfinity, 0}, {0, kInfinity}};
+  if constexpr (Config::kIntervals) {
+    for (int row = first_row + lane_id(); row < end_row; row += kWarpSize) {
+      const KeyInterval own = packed_interval<Config>(params, seqlen, PackedRow(params, head_k, row), entry);
+      keys.all = {max(keys.all.lo, own.lo), min(keys.all.hi, own.hi)};
+      if (!own.empty()) keys.any = {min(keys.any.lo, own.lo), max(keys.any.hi, own.hi)};
+    }
+    keys.any = {warp_min(keys.any.lo), -warp_min(-keys.any.hi)};
+    keys.all = {-warp_min(-keys.all.lo), warp_min(keys.all.hi)};
+  } else if (first_row < end_row) {
+    const KeyInterval first = packed_interval<Config>(params, seqlen, PackedRow(params, head_k, first_row), entry);
+    const KeyInterval last = packed_interval<Config>(params, seqlen, PackedRow(params, head_k, end_row - 1), entry);
+    keys = {{first.lo, last.hi}, {last.lo, first.hi}};
+  }
+  if (keys.any.empty()) keys.any = {0, 0};
+  return keys;
+}
+
 // A lane's rows of a tile that every warp of a thread block has whole, and the keys each of them sees.
 template <typename Config>
 class PackedRows {
  public:
   static constexpr int kCount = Config::kBlockM / 8;                     // of a lane
   static constexpr int kN = Config::kBlockN / Config::kNumWarps / 8;     // n-tiles of a warp's keys
-  static constexpr bool kHoles = Config::kIntervals || Config::kMask;    // keys inside block_keys() that no row may see
+  static constexpr bool kHoles = Config::kIntervals || Config::kMask;    // keys between others that no row may see
 
   int row[kCount];
   int head[kCount];
   int entry;
 
   __device__ __forceinline__ PackedRows(const AttentionParams& params, const SeqlenInfo& seqlen, int first_row, int head_k,
-                                        int entry_)
-      : entry(entry_) {
-    constexpr int kInfinity = 0x7fffffff;
-    KeyInterval all{kInfinity, 0};
-    common_ = {0, kInfinity};
+                                        int entry_, TileKeys tile)
+      : entry(entry_), tile_(tile) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const PackedRow packed(params, head_k, first_row + row_of(i / 2, i % 2 * 2));
       row[i] = packed.row;
       head[i] = packed.head;
       keys_[i] = {0, 0};
-      if (packed.row >= seqlen.seqlen_q) continue;
-      const int* intervals = nullptr;
-      if constexpr (Config::kIntervals)
-        intervals = params.key_intervals + entry * params.interval_batch_stride + packed.head * params.interval_head_stride;
-      keys_[i] = row_interval(params, seqlen, intervals, packed.row);
-      common_ = {max(common_.lo, keys_[i].lo), min(common_.hi, keys_[i].hi)};
-      if (!keys_[i].empty()) all = {min(all.lo, keys_[i].lo), max(all.hi, keys_[i].hi)};
+      if (packed.row < seqlen.seqlen_q) keys_[i] = packed_interval<Config>(params, seqlen, packed, entry);
     }
-    union_ = {warp_min(all.lo), -warp_min(-all.hi)};
-    if (union_.empty()) union_ = {0, 0};
-    common_ = {-warp_min(-common_.lo), warp_min(common_.hi)};
   }
-
-  // The keys that some row may see.
-  __device__ __forceinline__ KeyInterval block_keys() const { return union_; }
 
   // What the intervals of the rows say of a warp's keys from `first_key`.
   __device__ __forceinline__ Visibility visibility(int first_key) const {
-    if (first_key >= union_.hi || first_key + 8 * kN <= union_.lo) return Visibility::kNone;
-    const bool all = first_key >= common_.lo && first_key + 8 * kN <= common_.hi;
+    if (first_key >= tile_.any.hi || first_key + 8 * kN <= tile_.any.lo) return Visibility::kNone;
+    const bool all = first_key >= tile_.all.lo && first_key + 8 * kN <= tile_.all.hi;
     return !Config::kMask && all ? Visibility::kAll : Visibility::kSome;
   }
 
@@ -88,8 +113,7 @@ class PackedRows {
 
  private:
   KeyInterval keys_[kCount];
-  KeyInterval union_;   // keys that some row sees
-  KeyInterval common_;  // keys that every row sees
+  TileKeys tile_;
 };
 
 // Where a tile of scores of packed rows lies: modify_scores takes it in place of a ScoreTile.

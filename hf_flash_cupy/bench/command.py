@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from hf_flash_cupy.bench import peers, plots, report
+from hf_flash_cupy.bench import decode, peers, plots, report
 from hf_flash_cupy.bench import record as records
 from hf_flash_cupy.bench.calls import call_costs
 from hf_flash_cupy.bench.measure import Measurement, Row, release, why
@@ -81,6 +81,12 @@ def bench(
             "No CUDA device is usable here, and times of CPU kernels say nothing.",
             "run on a GPU machine (hf-flash-cupy doctor names what is wrong), or see that it works with --smoke",
         )
+    if preset == "decode":
+        if dims or lengths or kv_heads or directions:
+            raise typer.BadParameter("--preset decode: has its own shapes and one direction")
+        names = _chosen("--peers", peers_, decode.IMPLEMENTATIONS, decode.IMPLEMENTATIONS)
+        _show(run_decode(names, 1 if smoke else rounds, 1.0 if smoke else round_ms, seconds, device, out), markdown)
+        return
     chosen = PRESETS["smoke" if smoke else preset]
     shapes = list(chosen.shapes)
     if dims or lengths:
@@ -101,8 +107,14 @@ def bench(
         seconds=seconds,
         device=device,
     )
-    console = Console(width=None if Console().is_terminal else 180)
     record = run(settings, out, Console(stderr=True))
+    _show(record, markdown)
+    if plot is not None:
+        plots.draw(record, plot)
+
+
+def _show(record: records.Record, markdown: Path | None) -> None:
+    console = Console(width=None if Console().is_terminal else 180)
     for grid in report.grids(record):
         console.print(grid.rich())
     if record.call_microseconds:
@@ -110,8 +122,26 @@ def bench(
     if markdown is not None:
         markdown.parent.mkdir(parents=True, exist_ok=True)
         markdown.write_text(report.markdown(record))
-    if plot is not None:
-        plots.draw(record, plot)
+
+
+def run_decode(
+    names: tuple[str, ...], rounds: int, round_ms: float, seconds: float, device: str, out: Path | None
+) -> records.Record:
+    """The preset "decode"; ``out`` holds what there is after each row."""
+    record = records.Record(records.environment(device), smoke=device == "cpu")
+    deadline = time.monotonic() + seconds if seconds else None
+    for batch, seqlen_k in decode.SMOKE if device == "cpu" else decode.ROWS:
+        row = decode.DecodeRow(batch, seqlen_k)
+        if deadline is not None and time.monotonic() >= deadline:
+            record.not_run.append(row.label)
+            continue
+        decode.measure(row, names, rounds, round_ms, device)
+        record.decode.append(row)
+        if out is not None:
+            record.write(out)
+    if out is not None:
+        record.write(out)
+    return record
 
 
 def run(settings: Settings, out: Path | None, console: Console) -> records.Record:

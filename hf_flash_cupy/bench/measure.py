@@ -46,13 +46,14 @@ class Tensors:
         generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, shape.dtype)
 
-        def random(heads: int) -> Tensor:
-            size = (shape.batch, shape.seqlen, heads, shape.head_dim)
+        def random(heads: int, columns: int) -> Tensor:
+            size = (shape.batch, shape.seqlen, heads, columns)
             return torch.randn(size, device=device, dtype=dtype, generator=generator)
 
-        inputs = (random(shape.heads), random(shape.heads_k), random(shape.heads_k))
+        dim, dim_v = shape.head_dim, shape.values_dim
+        inputs = (random(shape.heads, dim), random(shape.heads_k, dim), random(shape.heads_k, dim_v))
         q, k, v = (x.detach().requires_grad_() for x in inputs)
-        return cls(inputs, (q, k, v), random(shape.heads))
+        return cls(inputs, (q, k, v), random(shape.heads, dim_v))
 
 
 def prepare(attend: peers.Attend, direction: str, tensors: Tensors) -> Run:

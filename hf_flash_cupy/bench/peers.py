@@ -25,7 +25,8 @@ class Unavailable(Exception):
 
 
 def _ours(shape: Shape, device: str, algorithm: str) -> Attend:
-    return lambda q, k, v: flash_attention(q, k, v, causal=shape.causal, algorithm=algorithm)
+    window = (shape.window, -1)
+    return lambda q, k, v: flash_attention(q, k, v, causal=shape.causal, window_size=window, algorithm=algorithm)
 
 
 def _eager(shape: Shape, device: str) -> Attend:
@@ -33,6 +34,8 @@ def _eager(shape: Shape, device: str) -> Attend:
     group = shape.heads // shape.heads_k
     scale = shape.head_dim**-0.5
     hidden = torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=device).triu_(1) if shape.causal else None
+    if (seen := window_mask(shape, device)) is not None:
+        hidden = ~seen
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seqlen, head_dim)
@@ -47,15 +50,27 @@ def _eager(shape: Shape, device: str) -> Attend:
     return attend
 
 
+def window_mask(shape: Shape, device: torch.device | str) -> Tensor | None:
+    """(seqlen, seqlen) bool, True = attends; None for a shape without a window."""
+    if shape.window < 0:
+        return None
+    return torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=device).tril_().triu_(-shape.window)
+
+
 def torch_attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's SDPA, by the backend it chooses itself unless one is set."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = shape.heads != shape.heads_k
-    out: Tensor = scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=grouped)
+    mask = window_mask(shape, q.device)
+    causal = shape.causal and mask is None
+    out: Tensor = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
 def _sdpa(shape: Shape, device: str, backend: SDPBackend) -> Attend:
+    if shape.window >= 0:
+        raise Unavailable("torch's SDPA has no window")
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return torch_attention(shape, q, k, v)
@@ -64,6 +79,8 @@ def _sdpa(shape: Shape, device: str, backend: SDPBackend) -> Attend:
 
 
 def _flex(shape: Shape, device: str) -> Attend:
+    if shape.window >= 0:
+        raise Unavailable("rows with a window are raced without FlexAttention")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # each shape compiles its own kernel; torch would stop after eight
@@ -90,8 +107,10 @@ def _package(shape: Shape, device: str, module: str, distribution: str) -> Atten
     except (ImportError, AttributeError, OSError) as error:
         raise Unavailable(f"{distribution} is not installed ({error})") from error
 
+    window = {"window_size": (shape.window, 0)} if shape.window >= 0 else {}
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, causal=shape.causal)
+        out = function(q, k, v, causal=shape.causal, **window)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     return attend

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hf_flash_cupy.bench.decode import DecodeRow
 from hf_flash_cupy.bench.measure import Row
 from hf_flash_cupy.bench.models import ModelRow
 from hf_flash_cupy.bench.shapes import Shape
@@ -45,6 +46,7 @@ class Record:
     call_microseconds: dict[str, float] = field(default_factory=dict)
     smoke: bool = False
     models: list[ModelRow] = field(default_factory=list)  # whole models
+    decode: list[DecodeRow] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         """Replaces ``path`` in one step, so that an interrupted run leaves a whole record."""
@@ -53,6 +55,7 @@ class Record:
             "smoke": self.smoke,
             "rows": [asdict(row) for row in self.rows],
             "models": [asdict(row) for row in self.models],
+            "decode": [asdict(row) for row in self.decode],
             "not_run": self.not_run,
             "call_microseconds": self.call_microseconds,
         }
@@ -74,8 +77,10 @@ def read(path: Path) -> Record:
     content: dict[str, Any] = json.loads(path.read_text())
     rows = [_row(each) for each in content.pop("rows")]
     models = [ModelRow(**each) for each in content.pop("models", [])]
+    decode = [DecodeRow(**each) for each in content.pop("decode", [])]
     taken = {name: content.pop(name, default) for name, default in (("not_run", []), ("call_microseconds", {}))}
-    return Record(rows=rows, models=models, smoke=content.pop("smoke", False), environment=content, **taken)
+    smoke = content.pop("smoke", False)
+    return Record(rows=rows, models=models, decode=decode, smoke=smoke, environment=content, **taken)
 
 
 def _row(content: dict[str, Any]) -> Row:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from hf_flash_cupy.bench import models
+from hf_flash_cupy.bench import decode, models
 from hf_flash_cupy.bench.claims import best_peer, claims
 from hf_flash_cupy.bench.measure import Row
 from hf_flash_cupy.bench.peers import CUBLAS, IMPLEMENTATIONS, label
@@ -50,8 +50,13 @@ def grids(record: Record) -> Iterator[Grid]:
         head, lines = models.table(record.models)
         unit = ", smoke run on a CPU: its times mean nothing" if record.smoke else ", milliseconds (extra MiB)"
         yield Grid(f"Whole models{unit}", head, list(lines))
+    if record.decode:
+        head, lines = decode.table(record.decode)
+        unit = ", smoke run on a CPU: its times mean nothing" if record.smoke else ", µs (alone, L2 cache cleared)"
+        yield Grid(f"Decoding{unit}", head, list(lines))
     failures = [[row.shape.label, row.direction, label(name), why] for row, name, why in _failures(record)]
     failures += [[row.label, "model", name, why] for row in record.models for name, why in row.failed.items()]
+    failures += [[row.label, "decode", name, why] for row in record.decode for name, why in row.failed.items()]
     if failures:
         yield Grid("Not measured", ["shape", "direction", "implementation", "reason"], failures)
     unchecked = [[row.shape.label, row.direction, row.unchecked] for row in record.rows if row.unchecked]
@@ -89,8 +94,9 @@ def names_of(rows: list[Row]) -> list[str]:
 def _shape_cells(row: Row) -> list[str]:
     shape = row.shape
     heads = str(shape.heads) if shape.heads == shape.heads_k else f"{shape.heads}/{shape.heads_k}"
-    sizes = [str(shape.head_dim), str(shape.batch), heads, f"{shape.seqlen:,}"]
-    return [*sizes, "yes" if shape.causal else "no"]
+    dims = str(shape.head_dim) if not shape.head_dim_v else f"{shape.head_dim}/{shape.head_dim_v}"
+    mask = f"window {shape.window:,}" if shape.window >= 0 else "yes" if shape.causal else "no"
+    return [dims, str(shape.batch), heads, f"{shape.seqlen:,}", mask]
 
 
 def _head(rows: list[Row]) -> list[str]:

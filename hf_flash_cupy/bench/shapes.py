@@ -12,7 +12,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One row: q (batch, seqlen, heads, head_dim), k and v (batch, seqlen, heads_k, head_dim)."""
+    """One row: q (batch, seqlen, heads, head_dim), k and v (batch, seqlen, heads_k, head_dim or head_dim_v)."""
 
     batch: int
     seqlen: int
@@ -21,20 +21,36 @@ class Shape:
     head_dim: int
     causal: bool
     dtype: str = "bfloat16"
+    head_dim_v: int = 0  # 0: head_dim
+    window: int = -1  # of a causal row: keys left of its own that it sees, negative: all
+
+    @property
+    def values_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def pairs(self) -> float:
+        """Of a row and a key that it sees, in one head. Half under a causal mask, as the papers have it."""
+        if self.window >= 0:
+            seen = min(self.window + 1, self.seqlen)  # by all but the first rows
+            return seen * self.seqlen - seen * (seen - 1) / 2
+        return self.seqlen**2 * (0.5 if self.causal else 1.0)
 
     def flops(self, direction: str) -> float:
         """Useful work as both papers count it (Dao 2023, section 4.1).
 
-        Forward: two products of seqlen² · head_dim multiply-adds per head, half under a causal mask. Backward: five
-        products, hence 2.5 times that; recomputed products do not count.
+        Forward: two products of ``pairs`` · head_dim multiply-adds per head. Backward: five products, hence 2.5 times
+        that; recomputed products do not count.
         """
-        forward = 4 * self.batch * self.heads * self.seqlen**2 * self.head_dim * (0.5 if self.causal else 1.0)
+        forward = 2 * self.batch * self.heads * self.pairs * (self.head_dim + self.values_dim)
         return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[direction]
 
     @property
     def label(self) -> str:
         heads = str(self.heads) if self.heads == self.heads_k else f"{self.heads}/{self.heads_k}"
-        return f"B{self.batch} S{self.seqlen} H{heads} D{self.head_dim}{' causal' if self.causal else ''} {self.dtype}"
+        sizes = str(self.head_dim) + f"/{self.head_dim_v}" * bool(self.head_dim_v)
+        mask = " causal" * self.causal + f" window {self.window}" * (self.window >= 0)
+        return f"B{self.batch} S{self.seqlen} H{heads} D{sizes}{mask} {self.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,21 @@ PRESETS = {
         ),
         DIRECTIONS,
     ),
+    "model-shapes": Preset(
+        "forward passes of models: grouped queries, latent attention, windows, float16",
+        (
+            Shape(2, 8192, 32, 8, 128, True),
+            Shape(4, 4096, 32, 8, 64, True),
+            Shape(4, 4096, 16, 16, 192, True, head_dim_v=128),
+            Shape(1, 16384, 16, 16, 128, True, window=1024),
+            Shape(1, 16384, 32, 32, 64, True, window=1024),
+            Shape(4, 4096, 16, 16, 128, True, "float16"),
+            Shape(4, 4096, 16, 16, 128, False, "float16"),
+        ),
+        ("forward",),
+        ("cupy_fa2", "flash", "cudnn", "fa3", "fa4"),
+    ),
+    "decode": Preset("one row an entry against a long cache: 32 heads over 8 of keys, D 128", (), ()),
     "smoke": Preset(
         "a tiny shape that runs anywhere, to see that the benchmark works",
         (Shape(1, 64, 2, 2, 32, False, "float32"), Shape(1, 48, 2, 1, 32, True, "float32")),

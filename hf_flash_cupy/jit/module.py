@@ -64,9 +64,6 @@ class _Memory(Generic[K, V]):
         self._guard = threading.Lock()
         self._locks: dict[K, threading.Lock] = {}
 
-    def __contains__(self, key: K) -> bool:
-        return key in self._values
-
     def get(self, key: K, make: Callable[[], V]) -> V:
         value = self._values.get(key)
         if value is not None:
@@ -107,11 +104,6 @@ def get_kernel(config: KernelConfig, device_index: int) -> CompiledKernel:
     Raises :class:`CompilationError` or :class:`MissingDependency`.
     """
     return _device_kernels.get((config, device_index), lambda: _load_kernel(config, device_index))
-
-
-def is_loaded(config: KernelConfig, device_index: int) -> bool:
-    """Whether :func:`get_kernel` would neither compile nor load anything."""
-    return (config, device_index) in _device_kernels
 
 
 def get_host_kernel(config: KernelConfig, sanitize: str = "") -> HostKernel:

@@ -231,6 +231,7 @@ def test_chosen_kernels_are_printed_on_demand(
     """HF_FLASH_CUPY_EXPLAIN=1 prints each choice once."""
     q, k, v = check.qkv(1, 71, 91, 2, 32, dtype=FP32, device=device)
     monkeypatch.setenv("HF_FLASH_CUPY_EXPLAIN", "1")
+    monkeypatch.setattr(execute, "_local", threading.local())  # no call has been planned yet
     with record_launches() as records:
         for _ in range(2):
             flash_attention(q, k, v)

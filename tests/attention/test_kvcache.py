@@ -18,6 +18,7 @@ from attention_check import (
     randn,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_flash_cupy import UnsupportedProblem, flash_attention_with_kvcache
 from hf_flash_cupy.flash_attn_interface import flash_attn_with_kvcache
@@ -322,3 +323,30 @@ def test_drop_in_errors() -> None:
         flash_attn_with_kvcache(q, cache, cache.clone(), block_table=table, cache_leftpad=table[:, 0])
     with pytest.raises(ValueError, match="k and v are needed"):
         flash_attn_with_kvcache(q, cache[:2], cache[2:4], rotary_cos=torch.ones(9, 8), rotary_sin=torch.ones(9, 8))
+
+
+class TestCompiled:
+    """One graph, in which a call with a cache is an operator whose schema says what it writes."""
+
+    @pytest.mark.parametrize("page_size", [0, 16])
+    def test_steps_of_one_graph(self, device: torch.device, page_size: int) -> None:
+        """A static cache that grows in place: nothing is compiled again, and caches and outputs are eager's."""
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        q = randn(len(LENGTHS), 1, 4, 64, dtype=torch.float16, device=device)
+
+        def step(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: Tensor) -> Tensor:
+            given = {"cache_seqlens": seqlens, "block_table": cache.table}
+            out = flash_attention_with_kvcache(q * 2, k_cache, v_cache, k, v, **given)
+            seqlens += 1
+            return out + k_cache.nan_to_num(0).sum()  # what is read behind the operator is what it wrote
+
+        found = []
+        for function in (step, torch.compile(step, backend=counter, fullgraph=True)):
+            cache = Cache(device, new=1, page_size=page_size)
+            outs = [function(q, *cache.parts, *cache.new, cache.seqlens) for _ in range(3)]
+            found.append((outs, [x.nan_to_num(7) for x in cache.parts]))
+        assert counter.frame_count == 1
+        for ours, theirs in zip(*found, strict=True):
+            assert all(identical(a, b) for a, b in zip(ours, theirs, strict=True))
+        torch.compiler.reset()

@@ -41,7 +41,7 @@ def test_nothing_spills(arch: str, head_dim: int, rows: int) -> None:
 
 @pytest.mark.parametrize("arch", ["75", "90"])
 def test_the_small_kernels_are_small(arch: str) -> None:
-    for config in (decode.combine_config(problem(128), arch), decode.append_config(problem(128, paged=True), arch)):
+    for config in (decode.append_config(problem(64), arch), decode.append_config(problem(128, paged=True), arch)):
         usage = compiled(config)
         assert usage.spill_bytes == 0
         assert usage.registers <= 96

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_flash_cupy import flash_attention, flash_attention_varlen
+from hf_flash_cupy import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
 
 DEVICE = torch.device("cuda")
 SLEEP = 200_000_000  # cycles, about 0.1 s
@@ -51,6 +51,34 @@ def test_tensors_on_the_second_device() -> None:
     out = flash_attention_varlen(*packed, cu_seqlens, cu_seqlens, 200, 200)
     close(out[None, :100], tuple(x[None, :100] for x in packed))  # type: ignore[arg-type]
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("algorithm", ["fa2", "fa1"])
+def test_gradients_on_the_second_device(algorithm: str) -> None:
+    """Case D01, backward: autograd's own thread launches, whose current device is another."""
+    torch.cuda.set_device(0)
+    results = []
+    for index in (0, 1):
+        leaves = [x.requires_grad_() for x in inputs(torch.float32, torch.device("cuda", index))]
+        out = flash_attention(*leaves, causal=True, algorithm=algorithm, deterministic=True)
+        results.append([out, *torch.autograd.grad(out, leaves, out.detach())])
+        assert all(x.device.index == index for x in results[-1])
+        assert torch.cuda.current_device() == 0
+    assert all(check.identical(second.cpu(), first.cpu()) for first, second in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_cache_on_the_second_device() -> None:
+    torch.cuda.set_device(0)
+    second = torch.device("cuda", 1)
+    _, k, v = check.qkv(2, 900, 900, 8, 64, num_heads_k=2, dtype=torch.bfloat16, device=second)
+    q, k_new, v_new = (x[:, -1:] for x in check.qkv(2, 1, 1, 8, 64, num_heads_k=2, dtype=torch.bfloat16, device=second))
+    lengths = torch.full((2,), 899, dtype=torch.int32, device=second)
+    out = flash_attention_with_kvcache(q, k, v, k_new, v_new, cache_seqlens=lengths)
+    assert torch.cuda.current_device() == 0
+    assert check.identical(k[:, -1:], k_new)
+    close(out, (q, k, v))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

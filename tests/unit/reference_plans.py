@@ -55,7 +55,13 @@ class ForwardPlan:
         self.geometry = geometry
 
     def __call__(
-        self, *, out: Tensor, lse: Tensor | None, row_max: Tensor | None, row_sum: Tensor | None, **tensors: Any
+        self,
+        *,
+        out: Tensor,
+        lse: Tensor | None = None,
+        row_max: Tensor | None = None,
+        row_sum: Tensor | None = None,
+        **tensors: Any,
     ) -> None:
         assert tensors.get("bias") is None or tensors["bias"].dtype in (tensors["q"].dtype, torch.float32)
         result, result_lse = attend(self.geometry, tensors)

@@ -67,6 +67,14 @@ class TestShapes:
         assert shape.flops("backward") == 2.5 * shape.flops("forward")
         assert shape.flops("both") == shape.flops("forward") + shape.flops("backward")
 
+    @pytest.mark.parametrize("window", [0, 5, 40])
+    def test_a_window_counts_the_pairs_it_leaves(self, window: int) -> None:
+        shape = Shape(1, 30, 2, 1, 16, True, head_dim_v=8, window=window)
+        mask = peers.window_mask(shape, "cpu")
+        assert mask is not None
+        assert shape.pairs == mask.sum()
+        assert shape.flops("forward") == 2 * 2 * shape.pairs * (16 + 8)
+
     def test_the_papers_table_is_whole(self) -> None:
         preset = PRESETS["papers"]
         assert {(s.head_dim, s.seqlen, s.causal) for s in preset.shapes} == {
@@ -157,6 +165,13 @@ class TestMeasurement:
         row = Measurement(TINY, "cpu", rounds=2, round_ms=0.01).row("forward", ["tiring", "eager", "right"])
         assert set(row.milliseconds) == {"eager", "right"}
         assert "out of memory" in row.failed["tiring"]
+
+    def test_windows_and_unequal_head_sizes_agree_with_torch(self) -> None:
+        shape = Shape(2, 40, 4, 2, 16, True, "float32", head_dim_v=8, window=5)
+        row = Measurement(shape, "cpu", 1, 1.0).row("forward", ["cupy_fa2", "eager", "flash"])
+        assert set(row.milliseconds) == {"cupy_fa2", "eager"}
+        assert not row.unchecked
+        assert "window" in row.failed["flash"]
 
     def test_the_backward_gives_the_gradients_of_the_three_inputs(self) -> None:
         tensors = measure.Tensors.of(TINY, "cpu")

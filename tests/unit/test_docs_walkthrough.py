@@ -204,4 +204,4 @@ class TestRefresh:
         record.write(root / "benchmarks" / "real.json")
         replace(record, smoke=True).write(root / "benchmarks" / "smoke.json")
         (root / "benchmarks" / "perplexity.json").write_text(json.dumps({"head_dim": 64}))
-        assert list(docs_tables.attention_records(root / "benchmarks")) == ["real.json"]
+        assert list(docs_tables.bench_records(root / "benchmarks")) == ["real.json"]

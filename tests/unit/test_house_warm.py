@@ -40,10 +40,20 @@ def test_a_model_that_does_not_say_is_refused() -> None:
 
 
 def test_a_gpu_model_needs_few_and_many_rows_with_and_without_intervals() -> None:
-    names = [config.name for config in warm.configurations(warm.Heads(128, 128), ["bfloat16"], "90")]
+    names = [config.name for config in warm.configurations(warm.Heads(128, 128), ["bfloat16"], "80")]
     assert len(names) == 4
     assert sum("intervals" in name for name in names) == 2
-    assert all(name.startswith("fa2_forward_bf16_d128") and name.endswith("sm90") for name in names)
+    assert all(name.startswith("fa2_forward_bf16_d128") and name.endswith("sm80") for name in names)
+
+
+def test_hopper_has_kernels_of_its_own() -> None:
+    """For many rows: causal, short and long, heads with keys of their own and groups of them; and with intervals."""
+    names = [config.name for config in warm.configurations(warm.Heads(128, 128), ["bfloat16"], "90")]
+    own = [name for name in names if name.startswith("fa2_forward_sm90_bf16_d128")]
+    assert sum("intervals" in name for name in own) == 1
+    assert sum("causal" in name for name in own) == 4
+    assert len(own) == 5
+    assert len(names) == 9
 
 
 def test_a_newer_device_takes_the_newest_known_kernels() -> None:

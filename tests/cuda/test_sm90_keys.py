@@ -1,0 +1,224 @@
+"""Which keys a row sees on the Hopper forward: windows, intervals, masks, packed sequences; what hidden keys hold."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from attention_check import identical, qkv, randn
+from hopper_check import CUDA, HALVES, check_hopper, check_hopper_varlen, hopper  # noqa: F401
+from torch import Tensor
+
+from hf_flash_cupy import flash_attention, flash_attention_varlen, sm90
+
+HEAD_DIMS = [64, 72, 80, 96, 112, 128, 192, 256]
+WINDOWS = [(100, 0), (0, 0), (7, 20), (200, -1), (64, 64), (1000, 0)]
+LENGTHS = [(64, 64), (333, 333), (1000, 1000), (200, 777), (500, 190)]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_windows(head_dim: int, dtype: torch.dtype) -> None:
+    for rows, keys in LENGTHS:
+        q, k, v = qkv(2, rows, keys, 6, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
+        for window in WINDOWS:
+            check_hopper(q, k, v, window_size=window)
+        check_hopper(q, k, v, window_size=(50, -1), causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_windows_of_many_tiles(head_dim: int) -> None:
+    """Several tiles a thread block, each with blocks to pass on at both ends."""
+    for window in ((1024, 0), (300, 300), (130, -1)):
+        q, k, v = qkv(2, 3000, 3000, 12, head_dim, dtype=torch.bfloat16, device=CUDA, num_heads_k=3)
+        check_hopper(q, k, v, window_size=window)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_windows_with_and_without_turns(turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "settings", lambda *_: sm90.Settings(3, 64, 4, turns))
+    sm90.select.cache_clear()
+    for rows, keys in LENGTHS:
+        q, k, v = qkv(3, rows, keys, 40, 128, dtype=torch.bfloat16, device=CUDA)
+        check_hopper(q, k, v, window_size=(100, 0))
+        check_hopper(q, k, v, window_size=(64, 200))
+    sm90.select.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_windows_of_modified_scores(dtype: torch.dtype) -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.01, -0.1], device=CUDA)
+    for head_dim in (64, 128, 256):
+        q, k, v = qkv(2, 500, 700, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
+        for options in ({"softcap": 5.0}, {"alibi_slopes": slopes}, {"sinks": slopes}, {"softmax_scale": -0.1}):
+            check_hopper(q, k, v, window_size=(100, 30), **options)
+
+
+def padding(rows: int, keys: int) -> Tensor:
+    """Left and right padding, an entry each."""
+    ends = torch.tensor([(keys // 3, keys), (0, keys - keys // 4)], dtype=torch.int32, device=CUDA)
+    return ends[:, None, None].expand(-1, -1, rows, -1)
+
+
+def documents(rows: int, keys: int) -> Tensor:
+    """Rows see keys far apart, with holes that nobody sees, and some rows see none."""
+    row = torch.arange(rows, device=CUDA)
+    lo = row // 37 * 113 % max(keys - 20, 1)
+    hi = torch.where(row % 11 == 3, lo, lo + 5 + row % 60)
+    return torch.stack([lo, hi], dim=-1).to(torch.int32)
+
+
+def by_head(rows: int, keys: int) -> Tensor:
+    ends = torch.tensor([(0, keys), (3, keys // 2), (keys - 9, keys + 50), (-7, 40)], dtype=torch.int32, device=CUDA)
+    return ends[None, :, None].expand(-1, -1, rows, -1)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_key_intervals(head_dim: int, dtype: torch.dtype) -> None:
+    for rows, keys in LENGTHS:
+        q, k, v = qkv(2, rows, keys, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
+        for make in (padding, documents, by_head):
+            intervals = make(rows, keys)
+            check_hopper(q, k, v, key_intervals=intervals)
+            check_hopper(q, k, v, key_intervals=intervals, causal=True)
+        check_hopper(q, k, v, key_intervals=padding(rows, keys), window_size=(60, 5))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_masks(head_dim: int, dtype: torch.dtype) -> None:
+    for rows, keys in LENGTHS:
+        q, k, v = qkv(2, rows, keys, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
+        sparse = randn(2, 4, rows, keys, dtype=torch.float32, device=CUDA, seed=7) > 1.5
+        sparse[0, 1, rows // 2 :, keys // 3 :] = False
+        padded = torch.arange(keys, device=CUDA)[None, None, None] < keys - 30
+        check_hopper(q, k, v, mask=sparse)
+        check_hopper(q, k, v, mask=padded, causal=True)
+        check_hopper(q, k, v, mask=sparse, key_intervals=padding(rows, keys))
+        check_hopper(q, k, v, mask=sparse.mT.contiguous().mT, window_size=(80, 10), softcap=4.0)
+
+
+def test_many_tiles_of_intervals() -> None:
+    q, k, v = qkv(2, 2500, 2500, 24, 128, dtype=torch.bfloat16, device=CUDA, num_heads_k=8)
+    check_hopper(q, k, v, key_intervals=documents(2500, 2500))
+    check_hopper(q, k, v, key_intervals=padding(2500, 2500), causal=True)
+
+
+def hidden_from_all(keys: int, **options: Any) -> list[tuple[dict[str, Any], Tensor]]:
+    """Options of calls with 300 rows, and which keys no row of an entry sees: (2, keys)."""
+    nowhere = torch.zeros(2, keys, dtype=torch.bool, device=CUDA)
+    padded, holes, masked, left = (nowhere.clone() for _ in range(4))
+    padded[0, : keys // 3] = padded[1, keys - keys // 4 :] = True
+    holes[:] = True
+    seen = documents(300, keys)
+    for lo, hi in seen.tolist():
+        holes[:, lo:hi] = False
+    masked[:, ::3] = masked[1, 64:128] = True
+    left[:, : max(keys - 300 - 5, 0)] = True
+    return [
+        ({"key_intervals": padding(300, keys)}, padded),
+        ({"key_intervals": seen}, holes),
+        ({"mask": ~masked[:, None, None]}, masked),
+        ({"mask": ~masked[:, None, None], "key_intervals": padding(300, keys)}, masked | padded),
+        ({"window_size": (5, 0)}, left),
+        ({"window_size": (5, -1)}, left),
+    ]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_hidden_keys_never_matter(head_dim: int, dtype: torch.dtype) -> None:
+    keys = 610
+    q, k, v = qkv(2, 300, keys, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
+    for options, hidden in hidden_from_all(keys):
+        plain = flash_attention(q, k, v, return_lse=True, **options)
+        for value in (math.nan, math.inf, -math.inf):
+            dirty_k, dirty_v = (x.masked_fill(hidden[:, :, None, None], value) for x in (k, v))
+            check_hopper(q, dirty_k, dirty_v, **options)
+            again = flash_attention(q, dirty_k, dirty_v, return_lse=True, **options)
+            assert all(identical(x, y) for x, y in zip(plain, again, strict=True))
+
+
+def cumulative(lengths: list[int]) -> list[int]:
+    return [0, *accumulate(lengths)]
+
+
+PACKINGS = {
+    "one": ([0, 200], [0, 133]),
+    "even": ([0, 128, 256], [0, 128, 256]),
+    "ragged": ([0, 1, 71, 400, 403], [0, 5, 6, 340, 470]),
+    "zero-length": ([0, 0, 120, 304, 304], [0, 25, 42, 51, 81]),
+    "no-keys": ([0, 10, 20, 190], [0, 0, 30, 30]),
+    "many": (cumulative([i * 53 % 130 for i in range(100)]), cumulative([i * 71 % 110 for i in range(100)])),
+    "one-of-many": (cumulative([0] * 70 + [700] + [0] * 40), cumulative([0] * 70 + [550] + [2] * 40)),
+    "mixed": (cumulative([900, 3, 64, 191, 192, 193, 1500]), cumulative([900, 3, 64, 191, 192, 193, 1500])),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("name", PACKINGS)
+def test_packed_sequences(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    offsets_q, offsets_k = PACKINGS[name]
+    slopes = torch.tensor([0.5, 0.25, 0.01, -0.1], device=CUDA)
+    for tail in (0, 90):
+        sizes = (offsets_q[-1] + tail, offsets_k[-1] + tail, 4, head_dim)
+        q, k, v = (x[0] for x in qkv(1, *sizes, dtype=dtype, device=CUDA, num_heads_k=2))
+        packing = (q, k, v, offsets_q, offsets_k)
+        check_hopper_varlen(*packing)
+        check_hopper_varlen(*packing, causal=True)
+        check_hopper_varlen(*packing, window_size=(100, 20))
+        by_entry = slopes.expand(len(offsets_q) - 1, 4).contiguous()
+        check_hopper_varlen(*packing, causal=True, alibi_slopes=by_entry, sinks=slopes, softcap=9.0)
+
+
+def test_many_packed_heads() -> None:
+    """More tiles than multiprocessors."""
+    offsets = PACKINGS["mixed"][0]
+    q, k, v = (x[0] for x in qkv(1, *offsets[-1:] * 2, 40, 128, dtype=torch.bfloat16, device=CUDA, num_heads_k=8))
+    check_hopper_varlen(q, k, v, offsets, offsets, causal=True)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=CUDA)
+    first = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 1500, 1500, causal=True, return_lse=True)
+    for _ in range(10):
+        again = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 1500, 1500, causal=True, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_other_sequences_never_matter() -> None:
+    """NaN in one packed sequence, and beyond the last offset, stays there."""
+    lengths = [100, 65, 200, 30]
+    offsets = cumulative(lengths)
+    q, k, v = (x[0] for x in qkv(1, 500, 500, 4, 128, dtype=torch.bfloat16, device=CUDA, num_heads_k=2))
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=CUDA)
+    plain = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 200, 200)
+    for x in (q, k, v):
+        x[offsets[1] : offsets[2]] = x[offsets[-1] :] = math.nan
+    out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 200, 200)
+    assert out[offsets[1] : offsets[2]].isnan().all()
+    out[offsets[1] : offsets[2]] = plain[offsets[1] : offsets[2]]
+    assert identical(out, plain)
+
+
+def test_rows_before_the_first_offset_belong_to_no_entry() -> None:
+    q, k, v = (x[0] for x in qkv(1, 400, 400, 4, 64, dtype=torch.bfloat16, device=CUDA))
+    cu_seqlens = torch.tensor([70, 300], dtype=torch.int32, device=CUDA)
+    out, lse = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 230, 230, return_lse=True)
+    inside = flash_attention_varlen(q[70:300], k[70:300], v[70:300], cu_seqlens - 70, cu_seqlens - 70, 230, 230)
+    assert identical(out[70:300], inside)
+    for rows in (slice(0, 70), slice(300, 400)):
+        assert (out[rows] == 0).all()
+        assert (lse[:, rows] == -math.inf).all()
+
+
+def test_wild_offsets_stay_inside() -> None:
+    """Offsets are the caller's data: whatever they are, nothing outside the tensors is read or written."""
+    q, k, v = (x[0] for x in qkv(1, 300, 300, 2, 128, dtype=torch.bfloat16, device=CUDA))
+    for offsets in ([0, 2**31 - 1], [-5, 100, 50, 1000], [300, 0, 300], [2**31 - 1, -(2**31)]):
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=CUDA)
+        flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 300, 300, causal=True)
+    torch.cuda.synchronize()
+    assert flash_attention(q[None], k[None], v[None]).isfinite().all()
