@@ -10,20 +10,23 @@ from model_table import model_table
 
 from hf_flash_cupy.anatomy import facts, kernels
 from hf_flash_cupy.bench.measure import Row
+from hf_flash_cupy.bench.models import WORKLOADS, ModelRow, Workload, best_peer
 from hf_flash_cupy.bench.record import Record, read
 from hf_flash_cupy.bench.shapes import Shape
 from hf_flash_cupy.cards import find_card
 
 
-def attention_records(folder: Path) -> dict[str, Record]:
+def bench_records(folder: Path) -> dict[str, Record]:
     """The records of the benchmark by file name, the newest first; smoke runs are none."""
-    records = {path.name: record for path in folder.glob("*.json") if (record := _attention(path))}
+    records = {path.name: record for path in folder.glob("*.json") if (record := _of_benchmark(path))}
     return dict(sorted(records.items(), key=lambda item: (item[1].environment["date"], item[0]), reverse=True))
 
 
-def _attention(path: Path) -> Record | None:
-    rows = json.loads(path.read_text()).get("rows")
-    record = read(path) if rows and "shape" in rows[0] else None
+def _of_benchmark(path: Path) -> Record | None:
+    content = json.loads(path.read_text())
+    rows = content.get("rows")
+    is_record = content.get("models") or (rows and "shape" in rows[0])
+    record = read(path) if is_record else None
     return None if record is None or record.smoke else record
 
 
@@ -38,6 +41,7 @@ def newest(
 Words = dict[str, str]
 WORDS: dict[str, Words] = {
     "en": {
+        "language": "en",
         "forward": "forward",
         "backward": "backward",
         "both": "forward + backward",
@@ -55,8 +59,18 @@ WORDS: dict[str, Words] = {
         "other": "operations outside, and their share",
         "times": "least µs at the peaks of an H200: inside / outside",
         "extra": "extra memory",
+        "workload": "milliseconds (extra MiB)",
+        "best": "as fast as the best other",
+        "refuses": "refuses",
+        "prefill": "prefill",
+        "train": "forward + backward",
+        "generate": "generate 64",
+        "generate static": "generate 64, static cache, compiled",
+        "left-padded": "left-padded",
+        "packed": "packed",
     },
     "zh": {
+        "language": "zh",
         "forward": "前向",
         "backward": "反向",
         "both": "前向 + 反向",
@@ -74,6 +88,15 @@ WORDS: dict[str, Words] = {
         "other": "矩阵指令之外的运算及其占比",
         "times": "按 H200 峰值计的最短 µs：之内 / 之外",
         "extra": "额外显存",
+        "workload": "毫秒（额外 MiB）",
+        "best": "是其他最快者的几倍快",
+        "refuses": "拒绝",
+        "prefill": "prefill",
+        "train": "前向 + 反向",
+        "generate": "生成 64 个 token",
+        "generate static": "生成 64 个 token，静态缓存，编译",
+        "left-padded": "左填充",
+        "packed": "打包",
     },
 }
 
@@ -97,7 +120,7 @@ def _times(found: tuple[str, Row] | None, name: str, than: str) -> str:
     return f"**{found[1].milliseconds[than] / found[1].milliseconds[name]:.2f}×**"
 
 
-def _source(found: tuple[str, Row] | None) -> str:
+def _source(found: tuple[str, object] | None) -> str:
     return f"[{found[0].removesuffix('.json')}](../benchmarks/{found[0]})" if found else "–"
 
 
@@ -221,11 +244,45 @@ def work_table(records: dict[str, Record], words: Words) -> str:
     return _lines(head, [[words[name], *cells] for name, cells in columns.items()])
 
 
+def whole_models(records: dict[str, Record], words: Words) -> str:
+    """Every row of ``bench models``, of the newest record that has it."""
+    names = ("cupy_fa2", "sdpa", "flex_attention", "eager")
+    head = [words["workload"], *names, words["best"], words["record"]]
+    lines = []
+    for name, workload in WORKLOADS.items():
+        found = next(
+            ((file, row) for file, record in records.items() for row in record.models if row.name == name), None
+        )
+        if found is None:
+            continue
+        file, row = found
+        best = best_peer(row)
+        ratio = f"**{1 / best[1]:.2f}×** ({best[0]})" if best else "–"
+        cells = [_model_cost(row, each, words) for each in names]
+        lines.append([_workload_label(workload, words), *cells, ratio, _source((file, None))])
+    return _lines(head, lines)
+
+
+def _model_cost(row: ModelRow, name: str, words: Words) -> str:
+    if name not in row.milliseconds:
+        reason = row.failed.get(name, "")
+        return "OOM" if "out of memory" in reason else words["refuses"] if reason else words["none"]
+    time = row.milliseconds[name]
+    shown = f"{time:,.0f}" if time >= 100 else f"{time:.1f}"
+    return f"{shown} ({row.extra_bytes[name] / 2**20:,.0f})"
+
+
+def _workload_label(workload: Workload, words: Words) -> str:
+    layout = "" if workload.layout == "plain" else f", {words[workload.layout]}"
+    return f"{workload.model}: {words[workload.kind]}, {workload.batch} × {workload.seqlen:,}{layout}"
+
+
 TABLES: dict[str, Callable[[dict[str, Record], Words], str]] = {
     "work": work_table,
     "fa1-speed": fa1_speed,
     "fa1-memory": fa1_memory,
     "fa2-speed": fa2_speed,
     "few-heads": few_heads,
-    "models": lambda records, words: model_table(),
+    "whole-models": whole_models,
+    "models": lambda records, words: model_table(words["language"]),
 }

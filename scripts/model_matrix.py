@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Runs every row of tests/integrations/matrix and keeps the outcome; docs/models.md is rendered from it.
+"""Runs every row of tests/integrations/matrix and keeps the outcome in benchmarks/models.json.
 
-python scripts/model_matrix.py run [--device cuda --dtype bfloat16 --jobs 16]     into docs/models.json
-python scripts/model_matrix.py render                                              docs/models.json -> docs/models.md
+    python scripts/model_matrix.py [--device cuda --dtype bfloat16 --jobs 16]
+
+scripts/refresh_docs.py then writes the tables of docs/models.md anew.
 """
 
 from __future__ import annotations

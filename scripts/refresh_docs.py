@@ -102,7 +102,7 @@ def _closest(line: str, lines: list[str], path: str) -> str:
 
 def _table(match: re.Match[str], root: Path) -> str:
     name, language = match["name"], match["language"]
-    records = docs_tables.attention_records(root / "benchmarks")
+    records = docs_tables.bench_records(root / "benchmarks")
     body = docs_tables.TABLES[name](records, docs_tables.WORDS[language])
     return f"<!-- table: {name} {language} -->\n{body}\n<!-- end of table -->"
 

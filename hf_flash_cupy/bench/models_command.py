@@ -27,7 +27,9 @@ def bench_models(
     rounds: Annotated[int, typer.Option(min=1, help="made whole so that all orders come equally often")] = 6,
     round_ms: Annotated[float, typer.Option(min=1.0, help="milliseconds of one implementation in one round")] = 40.0,
     seconds: Annotated[float, typer.Option(min=0.0, help="no row begins after these; 0 = all do")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON record, written after every row")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON record, written after every row; one that is there goes on")
+    ] = None,
     markdown: Annotated[Path | None, typer.Option(help="table as Markdown")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="tiny models on the CPU, to see that this works")] = False,
 ) -> None:
@@ -43,7 +45,7 @@ def bench_models(
     device = "cpu" if smoke else "cuda"
     if smoke:
         os.environ["HF_FLASH_CUPY_CPU"] = "kernels"  # SDPA under our name would show nothing
-    record = records.Record(records.environment(device), smoke=smoke)
+    record = _begun(out, records.Record(records.environment(device), smoke=smoke))
     errors = Console(stderr=True)
     deadline = time.monotonic() + seconds if seconds else None
     start = time.monotonic()
@@ -67,7 +69,7 @@ def bench_models(
                 device=device,
                 progress=say,
             )
-            record.models.append(row)
+            record.models = [each for each in record.models if each.name != name] + [row]
             if out is not None:
                 record.write(out)
     if out is not None:
@@ -78,6 +80,19 @@ def bench_models(
     if markdown is not None:
         markdown.parent.mkdir(parents=True, exist_ok=True)
         markdown.write_text(report.markdown(record))
+
+
+def _begun(out: Path | None, record: records.Record) -> records.Record:
+    """``record``, with the rows that another run of the same machine and versions has put into ``out`` before."""
+    if out is None or not out.exists():
+        return record
+    before = records.read(out)
+    here, there = record.environment, before.environment
+    if record.smoke != before.smoke or any(here[name] != there[name] for name in ("card", "driver", "versions")):
+        raise typer.BadParameter(f"--out {out}: is of another machine, or of other versions; name another file")
+    record.models = before.models
+    record.environment["command"] = f"{there['command']}; {here['command']}"
+    return record
 
 
 def _listed(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 ``FALCON_ATTENTION_CLASSES["cupy_fa2"]`` would be a ``KeyError`` when such a model is built. There is no hook between
 the import of a model's file and its building, so the file is seen when it is imported: a finder in front of
 ``sys.meta_path`` that only such files reach. It changes nothing of Transformers but adds this package's names to those
-maps, each for what is "eager" there.
+maps, each with a class of mapped_attention.py, or for what is "eager" there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from hf_flash_cupy.integrations.mapped_attention import mapped_class, stays_eager
 from hf_flash_cupy.integrations.notices import warn_once
 
 
@@ -39,6 +40,15 @@ def class_maps(module: ModuleType) -> dict[str, dict[str, Any]]:
         for name, value in vars(module).items()
         if name.endswith("_ATTENTION_CLASSES") and isinstance(value, dict) and "eager" in value
     }
+
+
+def asks_interface(module: ModuleType) -> bool | None:
+    """Whether every class map of a model's file has an entry that asks the attention function; None: it has no map."""
+    maps = class_maps(module)
+    if not maps:
+        return None
+    entries = [entry for classes in maps.values() for entry in classes.values() if isinstance(entry, _Entry)]
+    return all(entry.mapped is not None for entry in entries)
 
 
 def _is_model_file(name: str) -> bool:
@@ -78,19 +88,24 @@ class _ModelFiles(MetaPathFinder):
 def _extend(module: ModuleType, names: Iterable[str]) -> None:
     for classes in class_maps(module).values():
         for name in names:
-            classes.setdefault(name, _Eager(name, classes["eager"]))
+            classes.setdefault(name, _Entry(name, classes))
 
 
-class _Eager:
-    """Stands for a class map's eager class, and says so when it is built."""
+class _Entry:
+    """A class map's entry for one of this package's names: builds a class that asks the attention function, or the
+    map's eager class, and says so then.
+    """
 
-    def __init__(self, implementation: str, attention_class: Any) -> None:
-        self.implementation, self.attention_class = implementation, attention_class
+    def __init__(self, implementation: str, classes: dict[str, Any]) -> None:
+        self.implementation, self.eager = implementation, classes["eager"]
+        self.mapped = mapped_class(classes, implementation)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.mapped is not None and not stays_eager(config):
+            return self.mapped(config, *args, **kwargs)
         warn_once(
-            f"{self.attention_class.__name__} does not route its attention through Transformers' attention interface: "
+            f"{self.eager.__name__} does not route its attention through Transformers' attention interface: "
             f'with attn_implementation="{self.implementation}" these layers run their own (eager) attention, not '
             "hf_flash_cupy's kernels. The results are right."
         )
-        return self.attention_class(*args, **kwargs)
+        return self.eager(config, *args, **kwargs)

@@ -177,7 +177,8 @@ def _inputs(model: Any) -> dict[str, Tensor]:
 
     ids = torch.zeros(_BATCH, _LENGTH, dtype=torch.long, device="meta")
     if main == "pixel_values":
-        height, width = size("image_size", default=224)
+        whole = getattr(getattr(config, "vision_config", None), "image_size", 224)
+        height, width = size("image_size", default=whole)
         channels = getattr(config, "num_channels", None) or 3
         return {main: floats(channels, height, width)}
     if main == "input_values":
@@ -256,7 +257,7 @@ def _mask_of(module: Any, mask: Tensor | None, kwargs: dict[str, Any]) -> str:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", False) if causal is None else causal
         return ("causal" if causal else "all keys") + (f", window {window}" if window else "")
-    described = getattr(mask, "description", "")
+    described = getattr(mask, "description", "") or (f"causal, window {window}" if window else "")
     return described or ("additive" if mask.is_floating_point() else "dense")
 
 

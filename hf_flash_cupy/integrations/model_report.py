@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch
 from transformers import __version__ as transformers_version
 
-from hf_flash_cupy import dispatch, tiles, warm
+from hf_flash_cupy import decode, dispatch, sm90, warm
+from hf_flash_cupy.call import Call, Options, describe, extras
 from hf_flash_cupy.errors import UnsupportedProblem
 from hf_flash_cupy.integrations.model_layers import LayerKind, ModelPart, load_config, model_parts
-from hf_flash_cupy.problem import AttentionProblem
 
+_LENGTH = 2048  # of the prompt whose kernels are named
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -47,16 +49,15 @@ def report(model: str) -> tuple[list[str], bool]:
 
 def _part_lines(part: ModelPart, dtype: str, arch: str) -> Iterator[tuple[str, bool]]:
     """Lines on one part; the first also says whether all of its attention is accelerated."""
-    served = {kind: _kernel(kind, dtype, arch) for kind in part.kinds}
+    served = {kind: _kernels(kind, dtype, arch) for kind in part.kinds}
     ours = sum(part.kinds[kind] for kind, (_, is_served) in served.items() if is_served)
     total = part.kinds.total() + part.own.total() + part.unseen.total()
     # A whole that cannot be run on its first input alone is told by its parts.
     everything = ours == total and (total > 0 or not part.failure)
     yield f"{part.name}: {ours} of {total} attention layers accelerated", everything
     for kind, count in part.kinds.items():
-        kernel, _ = served[kind]
         yield f"  {count} × {kind.module}: {_wording(kind)}", True
-        yield f"      {kernel}", True
+        yield from ((f"      {line}", True) for line in served[kind][0])
     for name, count in part.own.items():
         yield f"  {count} × {name}: its own (eager) attention, right but not accelerated", True
     if part.unseen:
@@ -74,22 +75,47 @@ def _wording(kind: LayerKind) -> str:
     return ", ".join((heads, f"head size {size}", kind.mask, *kind.features))
 
 
-def _kernel(kind: LayerKind, dtype: str, arch: str) -> tuple[str, bool]:
-    """The forward kernel of a prompt, or why there is none; and whether there is one."""
-    bias = "bias" in kind.features
-    bytes_of = 4 if dtype == "float32" else 2
-    problem = AttentionProblem(
-        dtype=warm.DTYPES[dtype],
-        head_dim=kind.head_dim,
-        head_dim_v=kind.head_dim_v,
-        seqlen_q=tiles.SHORT_SEQLEN_Q + 1,
-        vector=all(size * bytes_of % 16 == 0 for size in (kind.head_dim, kind.head_dim_v)),
-        intervals="chunks" in kind.mask or "blocks" in kind.mask,
-        mask="selected keys" in kind.features or kind.mask == "dense",
-        softcap="softcap" in kind.features,
-        bias="element" if bias else "none",
-    )
+def _kernels(kind: LayerKind, dtype: str, arch: str) -> tuple[list[str], bool]:
+    """The forward kernels of a prompt and, with a cache, of the next token; or why there are none."""
+    generates = any(word in kind.mask for word in ("causal", "chunks"))
     try:
-        return dispatch.select(problem, arch).name, True
+        prompt = f"prompt of {_LENGTH:,}: {_chosen(kind, dtype, arch, _LENGTH)}"
+        return [prompt, *([f"next token: {_chosen(kind, dtype, arch, 1)}"] if generates else [])], True
     except UnsupportedProblem as error:
-        return f"refused: {error}", False
+        return [f"refused: {error}"], False
+
+
+def _chosen(kind: LayerKind, dtype: str, arch: str, rows: int) -> str:
+    """What a call of ``rows`` rows and the prompt's keys launches: the choice that execute makes."""
+    problem, geometry = describe(_call(kind, getattr(torch, dtype), rows))
+    device = torch.device("cpu" if arch == "host" else "cuda")
+    if decode.serves(problem, geometry, arch):
+        return decode.decode_config(problem, arch, decode.packed_rows(geometry)).name
+    if sm90.serves(device) and (hopper := sm90.select(problem, geometry)) is not None:
+        return hopper.name
+    return dispatch.select(problem, arch).name
+
+
+def _call(kind: LayerKind, dtype: torch.dtype, rows: int) -> Call:
+    """Tensors of the right shapes that nobody writes to or reads."""
+    q = torch.empty(1, rows, kind.num_heads, kind.head_dim, dtype=dtype)
+    k = torch.empty(1, _LENGTH, kind.num_heads_k, kind.head_dim, dtype=dtype)
+    v = torch.empty(1, _LENGTH, kind.num_heads_k, kind.head_dim_v, dtype=dtype)
+    masked = "selected keys" in kind.features or kind.mask == "dense"
+    beside = extras(
+        q,
+        mask=torch.empty(1, 1, rows, _LENGTH, dtype=torch.bool) if masked else None,
+        key_intervals=torch.empty(1, 1, rows, 2, dtype=torch.int32) if _has_intervals(kind) and rows > 1 else None,
+        bias=torch.empty(1, 1, rows, _LENGTH, dtype=dtype) if "bias" in kind.features else None,
+        sinks=torch.empty(kind.num_heads) if "sinks" in kind.features else None,
+    )
+    window = re.search(r"window (\d+)", kind.mask)
+    left, causal = int(window[1]) - 1 if window else -1, "causal" in kind.mask
+    options = Options(
+        causal=causal, window_size=(left, -1 if causal else left), softcap=float("softcap" in kind.features)
+    )
+    return Call(q, k, v, beside, options)
+
+
+def _has_intervals(kind: LayerKind) -> bool:
+    return any(word in kind.mask for word in ("chunks", "blocks"))

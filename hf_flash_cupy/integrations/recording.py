@@ -52,6 +52,11 @@ def record_layers() -> Iterator[dict[int, LayerRecord]]:
         _recorders.remove(recorder)
 
 
+def is_recording() -> bool:
+    """Whether somebody counts; otherwise :func:`run_recorded` only calls."""
+    return bool(_recorders)
+
+
 def run_recorded(module: Any, attend: Callable[[], tuple[Tensor, str]]) -> Tensor:
     """``attend()``'s output. It also names what ran, which the launches know better where there are some."""
     if not _recorders:

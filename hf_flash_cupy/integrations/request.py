@@ -50,6 +50,12 @@ class AttentionRequest:
     sequences: Sequences | None = None
 
     @property
+    def has_extras(self) -> bool:
+        """Whether there is anything beside q, k, v and numbers."""
+        hides = self.mask is not None or self.intervals is not None or self.bias is not None
+        return hides or self.sinks is not None or self.dropout_p != 0.0
+
+    @property
     def window(self) -> tuple[int, int]:
         """``window_size`` with causality in it."""
         left, right = self.window_size

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_flash_cupy.integrations.class_maps import class_maps
+from hf_flash_cupy.integrations.class_maps import asks_interface
+from hf_flash_cupy.integrations.mapped_attention import stays_eager
 
 _routed: dict[type, bool] = {}
 
@@ -19,11 +20,11 @@ def routes_attention(config: Any) -> bool:
 
     Transformers loads such a model under any registered name and hands its own attention our mask, which it
     misreads silently. The sign: the file of the model this config belongs to has attention modules, and
-    none of the files they come from knows ``ALL_ATTENTION_FUNCTIONS``. A model that cannot be found counts
-    as routed.
+    none of the files they come from knows ``ALL_ATTENTION_FUNCTIONS``, nor has a class map that this package serves.
+    A model that cannot be found counts as routed.
     """
     routed: bool = _routes(type(config))
-    return routed
+    return routed and not stays_eager(config)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo cannot trace a look into modules
@@ -35,7 +36,7 @@ def _routes(config_class: type) -> bool:
 
 def has_class_maps(config: Any) -> bool:
     """Does the model choose its attention from a map of implementation names? Its layers then said so when built."""
-    return any(class_maps(module) for module in _model_modules(type(config)))
+    return any(asks_interface(module) is not None for module in _model_modules(type(config)))
 
 
 def _model_modules(config_class: type) -> list[ModuleType]:
@@ -53,6 +54,9 @@ def _model_modules(config_class: type) -> list[ModuleType]:
 
 
 def _module_routes(module: ModuleType) -> bool:
+    mapped = asks_interface(module)
+    if mapped is not None:
+        return mapped
     attentions = [
         value
         for name, value in vars(module).items()

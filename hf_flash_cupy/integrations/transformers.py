@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from hf_flash_cupy import env, functional
+from hf_flash_cupy.call import Call, Extras, Options, extras
 from hf_flash_cupy.errors import UnsupportedProblem
 from hf_flash_cupy.integrations import on_torch
 from hf_flash_cupy.integrations.notices import warn_once
-from hf_flash_cupy.integrations.recording import LayerRecord, record_layers, run_recorded
+from hf_flash_cupy.integrations.recording import LayerRecord, is_recording, record_layers, run_recorded
 from hf_flash_cupy.integrations.request import WAY_OUT, AttentionRequest, build_request, within_sequences
 
 __all__ = ["NAMES", "LayerRecord", "attention_forward", "record_layers", "register"]
@@ -101,6 +102,8 @@ def attention_forward(
     )
     if kwargs.get("output_attentions"):
         return _with_probabilities(module, request, algorithm)
+    if not is_recording():
+        return _attend(request, algorithm)[0], None
     return run_recorded(module, lambda: _attend(request, algorithm)), None
 
 
@@ -121,7 +124,7 @@ def _with_probabilities(module: Any, request: AttentionRequest, algorithm: str) 
 
 def _attend(request: AttentionRequest, algorithm: str) -> tuple[Tensor, str]:
     """The output, and what computed it if that was none of this package's kernels."""
-    if request.q.device.type == "cpu":
+    if not request.q.is_cuda and request.q.device.type == "cpu":
         mode = env.cpu_mode()
         if mode == "auto":
             warn_once(
@@ -136,33 +139,47 @@ def _attend(request: AttentionRequest, algorithm: str) -> tuple[Tensor, str]:
 def _on_kernels(request: AttentionRequest, algorithm: str) -> Tensor:
     if request.mask is not None or request.intervals is not None or request.bias is not None:
         request = within_sequences(request)
-    q, k, v = (x.transpose(1, 2) for x in (request.q, request.k, request.v))
-    common: dict[str, Any] = {
-        "causal": request.causal,
-        "window_size": request.window_size,
-        "softmax_scale": request.softmax_scale,
-        "softcap": request.softcap,
-        "sinks": request.sinks,
-        "dropout_p": request.dropout_p,
-        "algorithm": algorithm,
-    }
-    out: Tensor
     try:
-        if request.sequences is not None:
-            sequences = request.sequences
-            lengths = (
-                sequences.cu_seqlens_q,
-                sequences.cu_seqlens_k,
-                sequences.max_seqlen_q,
-                sequences.max_seqlen_k,
-            )
-            out = functional.flash_attention_varlen(q[0], k[0], v[0], *lengths, **common)[None]
-        else:
-            intervals = None if request.intervals is None else request.intervals.intervals
-            common |= {"mask": request.mask, "key_intervals": intervals, "bias": request.bias}
-            out = functional.flash_attention(q, k, v, **common)
+        out = _packed(request, algorithm) if request.sequences is not None else _batched(request, algorithm)
     except UnsupportedProblem as error:
         if "attn_implementation" in str(error):
             raise
         raise UnsupportedProblem(f"{error} {WAY_OUT}") from error
     return out
+
+
+def _batched(request: AttentionRequest, algorithm: str) -> Tensor:
+    """By the shortest road: a decoding step has as many calls as layers, and the GPU waits for each."""
+    q, k, v = functional.prepare(request.q, request.k, request.v, 4)
+    options = Options(
+        *(request.causal, request.window_size, request.softmax_scale, request.softcap, request.dropout_p, algorithm),
+        heads_first=True,
+    )
+    beside: Extras = {}
+    if request.has_extras:
+        beside = extras(
+            q,
+            mask=request.mask,
+            key_intervals=None if request.intervals is None else request.intervals.intervals,
+            bias=request.bias,
+            sinks=request.sinks,
+            dropout_p=request.dropout_p,
+        )
+    return functional.attend(Call(q, k, v, beside, options), None, need_lse=False)[0]
+
+
+def _packed(request: AttentionRequest, algorithm: str) -> Tensor:
+    sequences = request.sequences
+    assert sequences is not None
+    q, k, v = (x[0].transpose(0, 1) for x in (request.q, request.k, request.v))
+    out: Tensor = functional.flash_attention_varlen(
+        *(q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, sequences.max_seqlen_q, sequences.max_seqlen_k),
+        causal=request.causal,
+        window_size=request.window_size,
+        softmax_scale=request.softmax_scale,
+        softcap=request.softcap,
+        sinks=request.sinks,
+        dropout_p=request.dropout_p,
+        algorithm=algorithm,
+    )
+    return out[None]

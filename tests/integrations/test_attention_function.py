@@ -141,6 +141,9 @@ class TestArguments:
         q, k, v = (x.view(2, 9, 4, 16).transpose(1, 2) for x in fused.split(64, dim=-1))
         assert not q.is_contiguous()
         check((q, k, v), expected={"causal": True})
+        q, k, v = (x.mT.contiguous().mT for x in (q, k, v))
+        assert q.stride(-1) != 1
+        check((q, k, v), expected={"causal": True})
 
     @pytest.mark.parametrize("ids", [torch.arange(256).expand(3, 1, 256), torch.arange(256)])
     def test_position_ids_say_nothing_about_packing(self, ids: Tensor) -> None:

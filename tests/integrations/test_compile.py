@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
+from hf_flash_cupy import flash_attention, sm90_plan, split_workspace
 from hf_flash_cupy.integrations import routing
 
 from .tiny import assert_same, build, implementation, logits, padding, tokens
@@ -129,3 +130,25 @@ def test_static_cache_generation(name: str, padded: bool, device: str) -> None:
         assert torch.equal(actual, expected)
         assert graphs() == compiled
     assert 1 <= graphs() <= (3 if name == "gemma2" else 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 300], ids=["decoding", "prompt"])
+def test_cuda_graphs_of_the_compiler(rows: int) -> None:
+    """What kernels keep between calls is none of a graph's memory, though the first call be one that it records."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, rows, 8, 64), (1, 2048, 2, 64), (1, 2048, 2, 64)]
+    q, k, v = (torch.randn(x, generator=generator, device="cuda", dtype=torch.bfloat16) for x in shapes)
+
+    def twice(x: Tensor) -> Tensor:
+        return flash_attention(flash_attention(x, k, v, causal=True), k, v, causal=True) * 2  # type: ignore[no-any-return]
+
+    compiled = torch.compile(twice, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        expected = twice(q.clone())
+        split_workspace._streams.clear()
+        split_workspace._graph_counters.cache_clear()
+        sm90_plan._ring.cache_clear()
+        for _ in range(4):  # warm-up, recording, replays
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(q).clone(), expected)

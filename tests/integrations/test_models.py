@@ -14,6 +14,7 @@ from transformers.masking_utils import create_causal_mask, create_chunked_causal
 
 from hf_flash_cupy.integrations.transformers import record_layers
 
+from .matrix.shrink import tiny_config
 from .tiny import assert_same, build, implementation, logits, padding, tokens
 
 DECODERS = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "llama4", "gpt2"]
@@ -94,6 +95,22 @@ def test_cached_chunks_and_steps(name: str) -> None:
         for start, stop in [(0, 6), (6, 11), (11, 12), (12, 13), (13, 14)]:
             out = model(ids[:, start:stop], **{CACHE: cache}, use_cache=True)
             assert_same(out.logits, whole[:, start:stop])
+
+
+@pytest.mark.full
+def test_head_sizes_of_256_and_512_in_one_model() -> None:
+    """T09, Gemma 4: windowed layers of 256 columns, full ones of 512."""
+    layers_of = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    config = tiny_config("gemma4_text", layers_of | {"head_dim": 256, "global_head_dim": 512})
+    ids, mask = tokens(2, 9), padding(2, 9, "left")
+    found = []
+    with torch.no_grad(), record_layers() as layers:
+        for name in ("eager", "cupy_fa2"):
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name).eval()
+            found.append(model(ids, attention_mask=mask, use_cache=False).logits)
+    assert_same(found[1], found[0], mask)
+    assert [(record.launches, record.backend) for record in layers.values()] == [(1, "host"), (1, "host")]
 
 
 def generated(model: Any, implementation_name: str, **kwargs: Any) -> torch.Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_flash_cupy.integrations.transformers import record_layers
 
-from .tiny import build, tokens
+from .tiny import build, padding, tokens
 
 IMPLEMENTATIONS = ("eager", "cupy_fa2")
 
@@ -183,3 +183,22 @@ def test_lora(upcast: bool, device: str) -> None:
             found[implementation] = gradients(model, input_ids=ids, labels=ids)
     assert len(found["eager"]) == 8
     assert_close(found["cupy_fa2"], found["eager"], 0.1 if upcast else 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_over_two_devices(tmp_path: Path) -> None:
+    """D01: ``device_map`` puts a layer on each GPU, and the mask that the first had made goes along."""
+    build("llama").save_pretrained(tmp_path)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    places |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    ids, mask = tokens(3, 11), padding(3, 11, "right")
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    found = []
+    for implementation in IMPLEMENTATIONS:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation, device_map=places)
+        with record_layers() as layers:
+            found.append(gradients(model, **{name: x.to(0) for name, x in inputs.items()}))
+    assert [record.backend for record in layers.values()] == ["cuda", "cuda"]
+    assert {x.device.index for x in found[1].values()} == {0, 1}
+    assert_close(found[1], found[0])

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from hf_flash_cupy import cli
-from hf_flash_cupy.bench import models, record, report
+from hf_flash_cupy.bench import models, models_command, record, report
 from hf_flash_cupy.bench.models import ModelRow, Workload
 
 runner = CliRunner()
@@ -137,6 +138,40 @@ def test_a_spent_budget_leaves_rows_out_by_name(tmp_path: Path, monkeypatch: pyt
     answer = runner.invoke(cli.app, ["bench", "models", "--smoke", "--seconds", "0.000001", "--out", str(path)])
     assert answer.exit_code == 0
     assert record.read(path).not_run == [workload.label for workload in models.SMOKE.values()]
+
+
+class TestAnotherRunGoesOn:
+    """With a record that is there: a table may be measured in parts."""
+
+    def begin(self, path: Path, **facts: Any) -> record.Record:
+        environment = {
+            "date": "2026-01-01",
+            "command": "first",
+            "card": "H200",
+            "driver": "1",
+            "versions": {"torch": "2"},
+        }
+        whole = record.Record(environment | facts, models=[sample_row()])
+        whole.write(path)
+        return whole
+
+    def test_rows_and_commands_add_up(self, tmp_path: Path) -> None:
+        path = tmp_path / "record.json"
+        first = self.begin(path)
+        second = record.Record(first.environment | {"command": "second", "date": "2026-01-02"})
+        begun = models_command._begun(path, second)
+        assert begun.models == [sample_row()]
+        assert (begun.environment["command"], begun.environment["date"]) == ("first; second", "2026-01-02")
+        assert models_command._begun(tmp_path / "none.json", second) is second
+
+    def test_another_machine_is_refused_by_name(self, tmp_path: Path) -> None:
+        path = tmp_path / "record.json"
+        first = self.begin(path)
+        for other in ({"card": "H100"}, {"driver": "2"}, {"versions": {"torch": "3"}}):
+            with pytest.raises(typer.BadParameter, match="another machine, or of other versions"):
+                models_command._begun(path, record.Record(first.environment | other))
+        with pytest.raises(typer.BadParameter):
+            models_command._begun(path, record.Record(first.environment, smoke=True))
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def test_the_page_is_the_records_rendering() -> None:
-    text = (ROOT / "docs" / "models.md").read_text()
-    begin, end = "<!-- table: models en -->\n", "\n<!-- end of table -->"
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_is_the_records_rendering(language: str) -> None:
+    text = (ROOT / "docs" / ("models.md" if language == "en" else "models.zh.md")).read_text()
+    begin, end = f"<!-- table: models {language} -->\n", "\n<!-- end of table -->"
     shown = text.partition(begin)[2].partition(end)[0]
-    assert shown == load("model_table").model_table(), "run scripts/refresh_docs.py"
+    assert shown == load("model_table").model_table(language), "run scripts/refresh_docs.py"
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['transformers']} {run['device']} {run['dtype']}")
@@ -37,6 +38,7 @@ def test_nine_of_ten_types_are_accelerated_and_all_are_right_or_explained(run: d
     assert sum(row["accelerated"] for row in rows) >= 0.9 * len(rows)
     if run["device"] == "cpu":
         assert all(row["equal"] for row in rows)
+        assert [row["name"] for row in rows if not row["accelerated"] and not row["note"]] == []
 
 
 def test_both_versions_of_transformers_were_run() -> None:

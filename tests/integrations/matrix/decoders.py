@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .rows import BATCH, DECODER, LENGTH, Inputs, Row, tokens
+from .rows import BATCH, DECODER, LENGTH, OWN_SCORES, Inputs, Row, tokens
 
 CAUSAL_LM = "AutoModelForCausalLM"
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -72,8 +72,6 @@ NOTES = {
 }
 OWN_ATTENTION: dict[str, dict[str, Any]] = {
     "bloom": {},
-    "falcon": {},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "mpt": {"max_seq_len": 128, "attn_config": {"attn_pdrop": 0}},
     "xglm": {},
 }
@@ -86,8 +84,18 @@ def _with_mask(config: Any) -> Inputs:
 ROWS = [
     *(Row(name, CAUSAL_LM, DECODER) for name in PLAIN.split()),
     *(Row(name, CAUSAL_LM, DECODER, config=config, note=NOTES.get(name, "")) for name, config in OWN.items()),
-    *(Row(name, CAUSAL_LM, DECODER, config={"rotary_dim": 8}, own="5.17") for name in ("codegen", "gptj")),
-    *(Row(name, CAUSAL_LM, DECODER, config=config, own="always") for name, config in OWN_ATTENTION.items()),
+    Row(
+        "codegen", CAUSAL_LM, DECODER, config={"rotary_dim": 8}, own="5.17",
+        note="its file computes the scores itself up to Transformers 5.17",
+    ),
+    Row("gptj", CAUSAL_LM, DECODER, config={"rotary_dim": 8}),
+    Row("falcon", CAUSAL_LM, DECODER, note="with ALiBi its own: eager adds it twice, sdpa once"),
+    Row(
+        "gpt_neo", CAUSAL_LM, tuple(mode for mode in DECODER if "static" not in mode),
+        config={"attention_types": [[["global", "local"], 1]], "window_size": 4},
+        note="with a static cache eager's window lies at the cache's end",
+    ),
+    *(Row(name, CAUSAL_LM, DECODER, config=c, own="always", note=OWN_SCORES) for name, c in OWN_ATTENTION.items()),
     Row(
         "moshi", CAUSAL_LM, tuple(mode for mode in DECODER if mode != "packed"), _with_mask,
         note="eager forgets causality where no attention_mask is given",

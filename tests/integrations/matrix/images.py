@@ -66,9 +66,7 @@ ROWS = [
     Row("videomae", "AutoModel", PLAIN, _video(4), {"num_frames": 4, "tubelet_size": 2}),
     Row("vivit", "AutoModel", PLAIN, _video(4), {"num_frames": 4, "tubelet_size": [2, 8, 8]}),
     Row("vjepa2", "AutoModel", PLAIN, _clip, VJEPA),
-    Row("data2vec-vision", "AutoModel", PLAIN, image, own="always"),
-    Row("sam", "AutoModel", PLAIN, image, SAM, own="always",
-        note="the image tower's attention is its own, the mask decoder accelerated; "
-        "convolutions: in the recorded CUDA run still in TF32"),
-    Row("swinv2", "AutoModel", PLAIN, image, STAGES, own="always"),
+    Row("data2vec-vision", "AutoModel", PLAIN, image, {"use_relative_position_bias": True}),
+    Row("sam", "AutoModel", PLAIN, image, SAM),
+    Row("swinv2", "AutoModel", PLAIN, image, STAGES, own="always", note="scores are cosines"),
 ]  # fmt: skip

@@ -21,6 +21,7 @@ ENCODER = ("plain", "left pad", "right pad", "train")
 SEQ2SEQ = ("plain", "left pad", "right pad", "generate dynamic", "generate static", "train")
 IMAGE_TEXT = ("plain", "left pad", "generate dynamic", "generate static", "train")
 PLAIN = ("plain", "train")
+OWN_SCORES = "its file computes the scores itself"
 
 
 def tokens(batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> Tensor:

@@ -46,5 +46,5 @@ ROWS = [
     Row("parakeet_encoder", "AutoModel", PLAIN, _spectrum(32, 16),
         {"num_mel_bins": 16, "subsampling_conv_channels": 16}),
     Row("unispeech-sat", "AutoModel", PLAIN, _waves, WAVES | {"eos_token_id": 2}),
-    Row("wavlm", "AutoModel", PLAIN, _waves, WAVES, own="always"),
+    Row("wavlm", "AutoModel", PLAIN, _waves, WAVES, own="always", note="position bias gated by each layer's input"),
 ]  # fmt: skip
