@@ -132,12 +132,27 @@ def forward_for_backward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward(call: Call, need_lse: bool, need_statistics: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    q, k, v, extras, _ = call
+    q = call.q
     if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
         with torch.cuda.device(q.device):
             return _forward(call, need_lse, need_statistics)
     key = (plan_key(call), need_lse, need_statistics)
-    prepared: Prepared = prepared_for(key, _prepare, call, need_lse, need_statistics)
+    return _run(prepared_for(key, _prepare, call, need_lse, need_statistics), call, need_lse, need_statistics)
+
+
+def known_forward(call: Call) -> Tensor | None:
+    """``out`` of a call whose like this thread has had before; None of others."""
+    q = call.q
+    if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
+        return None
+    prepared = _known().get((plan_key(call), False, False))
+    return None if prepared is None else _run(prepared, call, need_lse=False, need_statistics=False)[0]
+
+
+def _run(
+    prepared: Prepared, call: Call, need_lse: bool, need_statistics: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    q, k, v, extras, _ = call
     plan, workspaces, out_shape, lse_shape, covers, content = prepared
     if plan is not None and content is not None:
         plan.load(content)

@@ -41,6 +41,11 @@ def attention(call: Call, deterministic: bool | None, need_lse: bool) -> tuple[T
     return execute.forward(call, need_lse)
 
 
+def known_attention(call: Call) -> Tensor | None:
+    """``out`` where no gradient is asked for and the like of the call has run before; None of other calls."""
+    return None if _is_transformed(call) else execute.known_forward(call)
+
+
 def attention_with_cache(call: Call, num_splits: int | None, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     """``out`` and ``lse`` (or None); k and v of the call are caches."""
     if _is_transformed(call):

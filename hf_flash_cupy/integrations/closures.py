@@ -173,7 +173,7 @@ def _padding(captured: dict[str, Any], reading: Reading) -> KeyRange:
 
 def _and(captured: dict[str, Any], reading: Reading) -> KeyRange:
     parts = captured["mask_functions"]
-    if not reading.packed and any(_name(part) == _PACKED for part in parts):
+    if not reading.packed and any(_name(part) == PACKED for part in parts):
         reading = replace(reading, packed=True)
     result = KeyRange()
     for part in parts:
@@ -195,7 +195,7 @@ def _or(captured: dict[str, Any], reading: Reading) -> KeyRange:
     return KeyRange(lo=lo, hi=hi)
 
 
-_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 _READERS: dict[str, Callable[[dict[str, Any], Reading], KeyRange]] = {
     "causal_mask_function": _causal,
     "bidirectional_mask_function": _all_keys,
@@ -204,7 +204,7 @@ _READERS: dict[str, Callable[[dict[str, Any], Reading], KeyRange]] = {
     "chunked_overlay.<locals>.inner_mask": _chunk,
     "blockwise_overlay.<locals>.inner_mask": _block,
     "padding_mask_function.<locals>.inner_mask": _padding,
-    _PACKED: _packed,
+    PACKED: _packed,
     "remap_positions_for_packed_sequence.<locals>.inner_mask": _restarting_positions,
     "and_masks.<locals>.and_mask": _and,
     "or_masks.<locals>.or_mask": _or,

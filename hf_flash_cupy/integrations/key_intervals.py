@@ -31,6 +31,8 @@ class KeyIntervals:
     lo: Tensor | None = None  # int64 (batch or 1, seqlen_q or 1)
     hi: Tensor | None = None  # int64 (batch or 1, seqlen_q or 1)
     key_mask: Tensor | None = None  # bool (batch or 1, seqlen_k): padding that has holes
+    # int32 (sequences + 1,), if lo and hi are those of sequences packed into one row: where each begins, the last ends
+    offsets: Tensor | None = None
 
     @property
     def window_size(self) -> tuple[int, int] | None:
@@ -70,21 +72,22 @@ class KeyIntervals:
         """Only the keys ``lo <= j < hi``, each int64 (batch or 1, seqlen_q or 1)."""
         lo = lo if self.lo is None else torch.maximum(self.lo, lo)
         hi = hi if self.hi is None else torch.minimum(self.hi, hi)
-        return replace(self, lo=lo, hi=hi)
+        return replace(self, lo=lo, hi=hi, offsets=None)
 
     def take_batch(self, start: int, stop: int) -> KeyIntervals:
         def take(x: Tensor | None) -> Tensor | None:
             return x if x is None or x.shape[0] == 1 else x[start:stop]
 
         lo, hi, key_mask = take(self.lo), take(self.hi), take(self.key_mask)
-        return replace(self, batch=stop - start, lo=lo, hi=hi, key_mask=key_mask)
+        return replace(self, batch=stop - start, lo=lo, hi=hi, key_mask=key_mask, offsets=None)
 
     def take_rows(self, start: int, stop: int) -> KeyIntervals:
         def take(x: Tensor | None) -> Tensor | None:
             return x if x is None or x.shape[1] == 1 else x[:, start:stop]
 
         moved = self.shift + start
-        return replace(self, seqlen_q=stop - start, shift=moved, lo=take(self.lo), hi=take(self.hi))
+        lo, hi = take(self.lo), take(self.hi)
+        return replace(self, seqlen_q=stop - start, shift=moved, lo=lo, hi=hi, offsets=None)
 
     def take_keys(self, start: int, stop: int) -> KeyIntervals:
         return replace(
@@ -94,13 +97,14 @@ class KeyIntervals:
             lo=None if self.lo is None else self.lo - start,
             hi=None if self.hi is None else self.hi - start,
             key_mask=None if self.key_mask is None else self.key_mask[:, start:stop],
+            offsets=None,
         )
 
     def to(self, device: torch.device) -> KeyIntervals:
         def move(x: Any) -> Any:
             return x.to(device) if isinstance(x, Tensor) else x
 
-        moved = {name: move(getattr(self, name)) for name in ("shift", "lo", "hi", "key_mask")}
+        moved = {name: move(getattr(self, name)) for name in ("shift", "lo", "hi", "key_mask", "offsets")}
         return replace(self, device=device, **moved)
 
 

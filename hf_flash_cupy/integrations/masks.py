@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from hf_flash_cupy.integrations.closures import KeyRange, NotARange, Reading, hull, read, structure
+from hf_flash_cupy.integrations.closures import PACKED, KeyRange, NotARange, Reading, hull, read, structure
 from hf_flash_cupy.integrations.key_intervals import IntervalMask, KeyIntervals
 from hf_flash_cupy.integrations.notices import warn_once
 from hf_flash_cupy.integrations.routing import has_class_maps, routes_attention
@@ -48,7 +48,8 @@ def attention_mask(
         the float mask, or None.
 
     Nothing is read back from the device, but for: padding and blocks of tokens (one small read to see that
-    they have no holes), and the first mask of a new kind (see ``_agrees``).
+    they have no holes), packed sequences in training (where they begin), and the first mask of a new kind (see
+    ``_agrees``).
     """
     request = _Request(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, kwargs)
     if not routes_attention(kwargs.get("config")):
@@ -109,7 +110,8 @@ class _Request:
         described = self._intervals(read(self.mask_function, reading))
         if self.q_length == 1 and described.window_size is None:
             return None
-        return self._checked(described, reading.checks)
+        checked = self._checked(described, reading.checks)
+        return checked if checked is None else self._with_offsets(checked)
 
     def _intervals(self, rows: KeyRange) -> KeyIntervals:
         """Absolute key positions become columns of the mask."""
@@ -124,6 +126,23 @@ class _Request:
             lo=None if rows.lo is None else rows.lo - self.kv_offset,
             hi=None if rows.hi is None else rows.hi - self.kv_offset,
         )
+
+    def _with_offsets(self, described: KeyIntervals) -> KeyIntervals:
+        """In training, adds where packed sequences begin: going by sequences, the backward pass skips what lies
+        between them. That is one read a forward pass.
+        """
+        kind = structure(self.mask_function)
+        packed = PACKED in kind and not any(other in kind for other in ("or_masks", "chunked", "blockwise", "padding"))
+        at_start = isinstance(self.q_offset, int) and self.q_offset == self.kv_offset == 0
+        whole = self.batch_size == 1 and at_start and self.q_length == self.kv_length and self.padding is None
+        lo = described.lo
+        if not (packed and whole and torch.is_grad_enabled()) or described.right != 0 or lo is None:
+            return described
+        if lo.shape[0] != 1 or is_tracing(lo):
+            return described
+        row = torch.arange(self.q_length + 1, device=lo.device)
+        begins = torch.nn.functional.pad(lo[0] == row[:-1], (0, 1), value=True)  # the last ends where none begins
+        return replace(described, offsets=row[begins].to(torch.int32))
 
     def _keep(self) -> Tensor | None:
         """Padding over the mask's columns, bool (batch, kv_length)."""

@@ -153,6 +153,11 @@ def _with_intervals(request: AttentionRequest, described: KeyIntervals) -> None:
         described = described.take_keys(0, seqlen_k)
     if described.key_mask is not None:
         request.mask = described.key_mask[:, None, None, :]
+    if described.offsets is not None:
+        request.causal, request.window_size = True, (-1 if described.left is None else described.left, -1)
+        longest = _longest(None, seqlen_q, described.offsets)
+        request.sequences = Sequences(described.offsets, described.offsets, longest, longest)
+        return
     window = described.window_size
     if window is None:
         request.intervals = described

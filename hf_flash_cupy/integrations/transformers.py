@@ -11,6 +11,7 @@ from hf_flash_cupy import env, functional
 from hf_flash_cupy.call import Call, Extras, Options, extras
 from hf_flash_cupy.errors import UnsupportedProblem
 from hf_flash_cupy.integrations import on_torch
+from hf_flash_cupy.integrations.decode_step import step
 from hf_flash_cupy.integrations.notices import warn_once
 from hf_flash_cupy.integrations.recording import LayerRecord, is_recording, record_layers, run_recorded
 from hf_flash_cupy.integrations.request import WAY_OUT, AttentionRequest, build_request, within_sequences
@@ -87,6 +88,18 @@ def attention_forward(
     Raises:
         UnsupportedProblem: the layer asks for what no kernel can do; it says what, and what to do.
     """
+    out = step(
+        *(module, query, key, value, attention_mask),
+        scaling=scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        is_causal=is_causal,
+        algorithm=algorithm,
+        kwargs=kwargs,
+    )
+    if out is not None:
+        return out, None
     request = build_request(
         module,
         query,

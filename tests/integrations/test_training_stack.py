@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_flash_cupy.integrations.transformers import record_layers
+from hf_flash_cupy.launch import record_launches
 
 from .tiny import build, padding, tokens
 
@@ -155,9 +156,10 @@ def test_a_flattened_batch_equals_separate_rows(name: str, lengths_given: bool, 
     batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     assert ("cu_seq_lens_q" in batch) == lengths_given
     packed = own(name, "cupy_fa2", device)
-    with record_layers() as layers:
+    with record_layers() as layers, record_launches() as launches:
         actual = gradients(packed, **batch, use_cache=False)
     assert all(record.launches == record.calls for record in layers.values())
+    assert all("varlen" in launch.config.name for launch in launches)  # which goes by sequences, backward too
     separate = own(name, "eager", device)
     separate.zero_grad()
     scored = sum(len(row) - 1 for row in rows)

@@ -1,0 +1,56 @@
+"""Where packed sequences begin: what a mask says beside its key intervals while something learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import masking_utils as hf
+
+from hf_flash_cupy.integrations import masks
+from hf_flash_cupy.integrations.key_intervals import IntervalMask
+
+from .test_masks import WINDOW, ids, keep
+
+
+class TestOffsets:
+    """In training, where packed sequences begin: for a backward pass that goes by sequences."""
+
+    IDS = ids("00011112")
+
+    def made(self, function: Any, **given: Any) -> Any:
+        arguments = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": function, "device": "cpu"} | given
+        mask = masks.attention_mask(**arguments, config=None)
+        return mask.described.offsets if isinstance(mask, IntervalMask) else None
+
+    @pytest.mark.parametrize("inner", [hf.causal_mask_function, WINDOW], ids=["causal", "window"])
+    def test_begins_and_the_end(self, inner: Any) -> None:
+        offsets = self.made(hf.and_masks(inner, hf.packed_sequence_mask_function(self.IDS)))
+        assert offsets.dtype == torch.int32
+        assert offsets.tolist() == [0, 3, 7, 8]
+
+    def test_not_where_nothing_learns(self) -> None:
+        function = hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(self.IDS))
+        with torch.no_grad():
+            assert self.made(function) is None
+
+    @pytest.mark.parametrize(
+        ("function", "given"),
+        [
+            (hf.causal_mask_function, {}),
+            (hf.packed_sequence_mask_function(IDS), {}),
+            (hf.and_masks(WINDOW, hf.packed_sequence_mask_function(ids("00011112", "00000000"))), {"batch_size": 2}),
+            (hf.and_masks(WINDOW, hf.packed_sequence_mask_function(IDS)), {"q_length": 3, "q_offset": 5}),
+            (hf.and_masks(WINDOW, hf.packed_sequence_mask_function(IDS)), {"attention_mask": keep("11110000")}),
+        ],
+        ids=["not packed", "not causal", "two rows", "with a cache", "padded"],
+    )
+    def test_nor_where_they_would_not_say_all(self, function: Any, given: dict[str, Any]) -> None:
+        assert self.made(function, **given) is None
+
+    def test_a_part_of_a_mask_has_none(self) -> None:
+        function = hf.and_masks(WINDOW, hf.packed_sequence_mask_function(self.IDS))
+        mask = masks.attention_mask(1, 8, 8, mask_function=function, config=None, device="cpu")
+        for part in (mask[:, :, 2:], mask[..., 1:], mask[:1]):
+            assert part.described.offsets is None
