@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, dropout_mask, functional, ops, rotary
+from . import checks, dropout_mask, functional, kvcache, ops, rotary
 from .call import Call, Options, extras
 from .errors import UnsupportedProblem
 from .reference import attention_reference
@@ -221,6 +221,7 @@ def flash_attn_with_kvcache(
     call = functional.cache_call(q, k_cache, v_cache, k, v, lengths, alibi_slopes=alibi_slopes)
     call = call._replace(options=_options(0.0, softmax_scale, causal, window_size, softcap))
     if rotary.check(rotary_cos, rotary_sin, call.q, k is not None):
+        kvcache.check(call.q, call.k, call.v, call.extras, num_splits or None)
         call = _rotated(call, rotary_cos, rotary_sin, rotary_interleaved)
     out, lse = ops.attention_with_cache(call, num_splits or None, need_lse=return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
@@ -295,6 +296,10 @@ def _sampled(call: Call, max_seqlen_k: int) -> Tensor:
         offsets_q, offsets_k = (pairwise(beside[f"cu_seqlens_{x}"].tolist()) for x in "qk")
         entries = [(q[None, a:b], k[None, c:d]) for (a, b), (c, d) in zip(offsets_q, offsets_k, strict=True)]
         rows, keys = options.max_seqlen_q, max_seqlen_k
+        for name, most, dimension in (("max_seqlen_q", rows, 0), ("max_seqlen_k", keys, 1)):
+            longest = max((entry[dimension].shape[1] for entry in entries), default=0)
+            if longest > most:
+                raise ValueError(f"{name}={most}: an entry has {longest}, and S_dmask must hold it.")
     sizes = (-(-rows // _ROUND) * _ROUND, -(-keys // _ROUND) * _ROUND)
     batch = sum(len(one_q) for one_q, _ in entries)
     result = torch.zeros(batch, q.shape[-2], *sizes, dtype=q.dtype, device=q.device)

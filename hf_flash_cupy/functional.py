@@ -212,14 +212,19 @@ def cache_call(
         raise ValueError(f"{'k' if k is None else 'v'} is None: k and v are appended together.")
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | ({} if k is None else {"k": k, "v": v})
     kvcache.check_tensors(given)
+    kvcache.refuse_gradients({"alibi_slopes": alibi_slopes, "sinks": sinks})
     cache_seqlens = lengths["cache_seqlens"]
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens is None: where k and v are to be appended is needed.")
-    if isinstance(cache_seqlens, int):
-        lengths = lengths | {"cache_seqlens": kvcache.same_length(cache_seqlens, q, k_cache, k, lengths["block_table"])}
+    one_length = isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool)
     lengths = {name: x for name, x in lengths.items() if x is not None}
-    checks.are_tensors(lengths)
+    checks.are_tensors({name: x for name, x in lengths.items() if name != "cache_seqlens" or not one_length})
+    if one_length:
+        same = kvcache.same_length(cache_seqlens, q, k_cache, k, lengths.get("block_table"))
+        lengths = lengths | {"cache_seqlens": same}
     q, *news = (x.to(v_cache.dtype) for x in (q, k, v) if x is not None)
+    if not torch.compiler.is_compiling():
+        q, *news = (x.resolve_neg() for x in (q, *news))
     q, *news = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, *news))
     beside = extras(q, alibi_slopes=alibi_slopes, sinks=sinks) | {name: x.contiguous() for name, x in lengths.items()}
     return Call(q, k_cache, v_cache, beside | dict(zip(("k_new", "v_new"), news, strict=False)), Options())

@@ -113,11 +113,7 @@ def check_tensors(given: dict[str, Any]) -> None:
     for name, x in given.items():
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch, seqlen, heads, head_dim) is needed.")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedProblem(
-                f"{name} requires a gradient: attention with a key-value cache has none. Call it under "
-                "torch.no_grad(), or flash_attention on keys and values that are not written in place."
-            )
+    refuse_gradients(given)
     q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     checks.device(q)
     checks.dtypes(*(given.get(name, q) for name in ("q", "k", "v")))
@@ -127,11 +123,27 @@ def check_tensors(given: dict[str, Any]) -> None:
     for name in ("k_cache", "v_cache"):
         if given[name].stride(-1) != 1:
             raise ValueError(f"{name}: its last dimension must be contiguous, for it is read and written in place.")
+        if not torch.compiler.is_compiling() and given[name].is_neg():
+            raise ValueError(f"{name} is the negative of its memory (torch's lazy minus): call .resolve_neg() once.")
+    if "k" in given and k_cache is v_cache:
+        raise ValueError("k_cache and v_cache are one tensor: what is appended to one would overwrite the other.")
+
+
+def refuse_gradients(given: dict[str, Any]) -> None:
+    """By name, whatever wants one."""
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedProblem(
+                f"{name} requires a gradient: attention with a key-value cache has none. Call it under "
+                "torch.no_grad(), or flash_attention on keys and values that are not written in place."
+            )
 
 
 def same_length(length: int, q: Tensor, k_cache: Tensor, k: Tensor | None, block_table: Tensor | None) -> Tensor:
     """``cache_seqlens`` of entries that all have ``length`` keys, once it is clear that what is appended fits."""
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
+    if block_table is not None and block_table.dim() != 2:
+        raise ValueError(f"block_table has shape {tuple(block_table.shape)}; ({q.shape[0]}, pages) is needed.")
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     new = 0 if k is None else k.shape[1]
     if not 0 <= length <= capacity - new:
         raise ValueError(f"cache_seqlens={length}: the cache holds {capacity} keys, and {new} are to be appended.")
@@ -193,6 +205,11 @@ def _check_new(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, batch: in
         if x.shape != expected:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; (batch, seqlen_new, heads, head_dim) {expected} is needed."
+            )
+        if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(
+                f"{name}_cache is expanded: entries of it share memory, and appended keys would overwrite each other. "
+                "Give each its own, for instance by .contiguous()."
             )
 
 

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from . import cache_ops, checks, custom_ops, execute, kvcache
 from .call import Call, seqlen_first, uses_tf32
+from .errors import UnsupportedProblem
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -51,6 +52,8 @@ def attention_with_cache(call: Call, num_splits: int | None, need_lse: bool) -> 
     if _is_transformed(call):
         if not torch.compiler.is_compiling():
             _refuse_distributed(call)
+            if "k_new" in call.extras and torch._C._are_functorch_transforms_active():
+                raise UnsupportedProblem("k and v are appended in place, which torch.func's transforms cannot follow.")
         return cache_ops.attention(call, num_splits)
     if uses_tf32(call.q):
         call = call._replace(options=call.options._replace(tf32=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import checks
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """Turns the first 2 · half elements of each head of x (batch, seqlen, heads, head_dim), in x's dtype.
@@ -31,7 +33,10 @@ def check(cos: Tensor | None, sin: Tensor | None, q: Tensor, appends: bool) -> b
         raise ValueError(f"{'rotary_cos' if cos is None else 'rotary_sin'} is None: both tables are needed.")
     if not appends:
         raise ValueError("rotary_cos and rotary_sin turn new keys as well: k and v are needed with them.")
+    checks.are_tensors({"rotary_cos": cos, "rotary_sin": sin})
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not table.is_floating_point():
+            raise TypeError(f"{name} is {table.dtype}; floating point is needed.")
         if table.shape != cos.shape or table.dim() != 2 or not 0 < 2 * table.shape[-1] <= q.shape[-1]:
             raise ValueError(
                 f"{name} has shape {tuple(table.shape)}; (seqlen_rotary, rotary_dim / 2) is needed, rotary_dim at most "
