@@ -60,8 +60,15 @@ MULTIPROCESSORS = {
 
 
 def find_card(name: str) -> Card | None:
-    """The card whose name is a part of ``name``, as the driver gives it; None for one not listed."""
-    return next((card for card in CARDS if card.name.lower() in name.lower()), None)
+    """The card whose name is a part of ``name``, as the driver gives it; None for one not listed.
+
+    Case and spaces do not count.
+    """
+    return next((card for card in CARDS if _bare(card.name) in _bare(name)), None)
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace(" ", "")
 
 
 def card_of_arch(arch: str) -> Card | None:

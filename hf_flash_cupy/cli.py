@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from hf_flash_cupy import __version__
 from hf_flash_cupy.errors import CompilationError, MissingDependency, UnsupportedProblem
 
 # The same for every sub-command; 0 is success.
@@ -21,6 +22,22 @@ app = typer.Typer(
 )
 cache = typer.Typer(no_args_is_help=True, help="The compiled kernels on disk.")
 app.add_typer(cache, name="cache")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hf-flash-cupy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """The options of the command itself."""
+
 
 # The sub-command reads its own arguments, --help included.
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -52,7 +69,12 @@ def explain(ctx: typer.Context) -> None:
 
 @app.command()
 def doctor(
-    model: Annotated[str, typer.Argument(help="Folder, hub id or model type (llama): its layers and kernels.")] = "",
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, hub id or model type (llama): its layers and kernels.")
+    ] = None,
+    arch: Annotated[
+        str, typer.Option(help="75,80,90,… or host: MODEL's kernels there; default: this machine's. Needs no such GPU.")
+    ] = "",
 ) -> None:
     """What this machine has, one kernel launched and compared, and the command that mends each fault.
 
@@ -62,7 +84,9 @@ def doctor(
 
     from hf_flash_cupy.doctor import examine, examine_model
 
-    raise typer.Exit(examine_model(model, Console()) if model else examine(Console()))
+    if model is None and arch:
+        raise typer.BadParameter(f"--arch {arch}: name a model; without one, this machine is looked at")
+    raise typer.Exit(examine(Console()) if model is None else examine_model(model, Console(), arch))
 
 
 @cache.command()
@@ -95,8 +119,8 @@ def clear() -> None:
 @cache.command()
 def warm(
     model: Annotated[str, typer.Argument(help="Hub id or folder whose config.json states the heads.")] = "",
-    head_dim: Annotated[int, typer.Option(help="Head size, in place of a model.")] = 0,
-    head_dim_v: Annotated[int, typer.Option(help="Head size of v, where it differs.")] = 0,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Head size, in place of a model.")] = None,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, help="Head size of v, where it differs.")] = None,
     softcap: Annotated[bool, typer.Option("--softcap", help="Kernels with softcap.")] = False,
     dtype: Annotated[str, typer.Option(help="float16,bfloat16,float32; default: what the GPU is used with.")] = "",
     arch: Annotated[str, typer.Option(help="75,80,90,…,host; default: this machine's. Needs no such GPU.")] = "",
@@ -106,8 +130,10 @@ def warm(
 
     if bool(model) == bool(head_dim):
         raise typer.BadParameter("name a model or --head-dim, one of the two")
+    if model and (head_dim_v or softcap):
+        raise typer.BadParameter("--head-dim-v and --softcap go with --head-dim; a model's config.json states its own")
     try:
-        heads = warming.heads_of_model(model) if model else warming.Heads(head_dim, head_dim_v or head_dim, softcap)
+        heads = warming.Heads(head_dim, head_dim_v or head_dim, softcap) if head_dim else warming.heads_of_model(model)
         for each in warming.architectures(_listed(arch)):
             for config in warming.configurations(heads, _listed(dtype) or warming.default_dtypes(each), each):
                 warmed = warming.warm(config, each)

@@ -36,11 +36,13 @@ def examine(console: Console) -> int:
     return int(fatal)
 
 
-def examine_model(model: str, console: Console) -> int:
-    """Prints what the attention layers of ``model`` ask for and get; returns 0 where all are accelerated, else 1."""
+def examine_model(model: str, console: Console, arch: str = "") -> int:
+    """Prints what the attention layers of ``model`` ask for and get, here or on another card of compute capability
+    ``arch``; returns 0 where all are accelerated, else 1.
+    """
     from hf_flash_cupy.integrations.model_report import report
 
-    lines, accelerated = report(model)
+    lines, accelerated = report(model, arch)
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     return int(not accelerated)

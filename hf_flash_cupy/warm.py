@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_flash_cupy import dispatch, sm90, tiles
+from hf_flash_cupy.errors import MissingDependency
+from hf_flash_cupy.integrations.model_names import is_missing_folder
 from hf_flash_cupy.problem import MAX_HEAD_DIM, AttentionProblem, DType, KernelConfig
 
 DTYPES: dict[str, DType] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -41,6 +43,8 @@ def heads_of_model(model: str) -> Heads:
     else:
         import huggingface_hub
 
+        if is_missing_folder(model):
+            raise ValueError(f"{model}: there is no such folder.")
         path = Path(huggingface_hub.hf_hub_download(model, "config.json"))
     return heads_of_config(json.loads(path.read_text()))
 
@@ -64,7 +68,7 @@ def problems(heads: Heads, dtype: str) -> Iterator[AttentionProblem]:
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: supported are {', '.join(DTYPES)}.")
     if min(heads.head_dim, heads.head_dim_v) < 1:
-        raise ValueError(f"head_dim {heads.head_dim}, head_dim_v {heads.head_dim_v}: must be 1 to {MAX_HEAD_DIM}.")
+        raise ValueError(f"--head-dim {heads.head_dim}, v's {heads.head_dim_v}: must be 1 to {MAX_HEAD_DIM}.")
     for seqlen_q, intervals in product((1, tiles.SHORT_SEQLEN_Q + 1), (False, True)):
         yield AttentionProblem(
             dtype=DTYPES[dtype],
@@ -78,16 +82,39 @@ def problems(heads: Heads, dtype: str) -> Iterator[AttentionProblem]:
 
 
 def architectures(asked: Iterable[str] = ()) -> list[str]:
-    """Compute capabilities without the dot, or "host": ``asked``, else this machine's GPUs."""
+    """Compute capabilities without the dot, or "host": ``asked``, else this machine's GPUs.
+
+    Raises ValueError where what is ``asked`` is none, saying which there are.
+    """
     import torch
 
+    asked = list(asked)
+    _require_known(asked)
     if not (found := list(dict.fromkeys(asked))):
         capabilities = (torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
         found = sorted({f"{major}{minor}" for major, minor in capabilities}) or ["host"]
-    for arch in found:
-        if arch != "host" and not (arch.isdecimal() and int(arch) >= int(tiles.ARCHS[0])):
-            raise ValueError(f"--arch {arch}: must be host or {tiles.ARCHS[0]} and above (90 for an H100 or H200).")
     return found
+
+
+def _require_known(asked: Iterable[str]) -> None:
+    """Refuses what is no compute capability: 77 would be given the kernels of 75, which no such GPU will ever ask for.
+
+    Known are those with tiles of their own and, as a GPU between two of them takes the older one's kernels, those that
+    NVRTC compiles for.
+    """
+    from hf_flash_cupy.jit import compiler
+
+    unknown = [arch for arch in asked if arch not in ("host", *tiles.ARCHS)]
+    if not unknown:
+        return
+    try:
+        newest = [str(arch) for arch in compiler.supported_archs() if arch >= int(tiles.ARCHS[0])]
+    except MissingDependency:  # its own list will do
+        newest = []
+    known = sorted({*tiles.ARCHS, *newest}, key=int)
+    for arch in unknown:
+        if arch not in known:
+            raise ValueError(f"--arch {arch}: supported are host, {', '.join(known)} (90 for an H100 or H200).")
 
 
 def default_dtypes(arch: str) -> list[str]:
@@ -95,12 +122,15 @@ def default_dtypes(arch: str) -> list[str]:
     return ["float32" if arch == "host" else "float16" if int(arch) < 80 else "bfloat16"]
 
 
+def kernel_arch(arch: str) -> str:
+    """Whose kernels run on compute capability ``arch``: the newest that is no newer; "host" for "host"."""
+    return "host" if arch == "host" else [name for name in tiles.ARCHS if int(name) <= int(arch)][-1]
+
+
 def configurations(heads: Heads, dtypes: Iterable[str], arch: str) -> list[KernelConfig]:
     """The kernels for ``heads`` on ``arch``, each once. Raises UnsupportedProblem where there is none."""
-    known = [name for name in tiles.ARCHS if arch == "host" or int(name) <= int(arch)]
-    kernel_arch = "host" if arch == "host" else known[-1]
     asked = [problem for dtype in dtypes for problem in problems(heads, dtype)]
-    found = [dispatch.select(problem, kernel_arch) for problem in asked]
+    found = [dispatch.select(problem, kernel_arch(arch)) for problem in asked]
     if arch == "90":
         served = (problem for problem in asked if not sm90.refusal_of_problem(problem))
         found += [config for problem in served for config in sm90.configs_of(problem, windows=[(-1, 0)])]

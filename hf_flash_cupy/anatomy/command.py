@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ def explain(
     causal: Annotated[bool, typer.Option("--causal", help="row i sees keys up to i")] = False,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
     direction: Annotated[str, typer.Option(help="forward, backward or both")] = "both",
-    arch: Annotated[str, typer.Option(help="compute capability, e.g. 80; default: this GPU's, else 90")] = "",
+    arch: Annotated[str, typer.Option(help="compute capability, e.g. 80 or 8.0; default: this GPU's, else 90")] = "",
     card: Annotated[
         str, typer.Option(help="GPU whose figures to use, e.g. A100; default: this GPU, else a usual one")
     ] = "",
@@ -65,19 +66,24 @@ def explain(
         if not as_json:
             console.print(_table(f"{each.capitalize()} of {shape.label}, {_where(known, capability, num_sms)}", tables))
     if not present and not as_json:
-        console.print("Not measured: there is no GPU here.", style="dim")
+        console.print("Not measured: the GPU asked for is not here.", style="dim")
     if as_json:
         typer.echo(json.dumps(content, indent=1, ensure_ascii=False))
 
 
 def _machine(arch: str, card: str) -> tuple[str, Card | None, int, bool]:
     """Compute capability, what is known of the card, its SMs, and whether it is the GPU of this machine."""
+    arch = re.sub(r"^(\d+)\.(\d)$", r"\1\2", arch.strip())  # as NVIDIA writes it
     if card:
         known = cards.find_card(card)
         if known is None:
             names = ", ".join(each.name for each in cards.CARDS)
             raise ValueError(f"--card {card}: known are {names}.")
-        return arch or known.arch, known, known.num_sms, False
+        if arch not in ("", known.arch):
+            raise ValueError(
+                f"--arch {arch}, --card {card}: {known.name} has compute capability {known.arch}; give one."
+            )
+        return known.arch, known, known.num_sms, False
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         own = f"{properties.major}{properties.minor}"
@@ -85,7 +91,8 @@ def _machine(arch: str, card: str) -> tuple[str, Card | None, int, bool]:
             return own, cards.find_card(properties.name), properties.multi_processor_count, True
     known = cards.card_of_arch(arch or "90")
     if known is None:
-        raise ValueError(f"--arch {arch}: no card of that compute capability is known; name one with --card.")
+        listed = ", ".join(sorted({each.arch for each in cards.CARDS}, key=int))
+        raise ValueError(f"--arch {arch}: no card of that compute capability is known; those of {listed} are.")
     return known.arch, known, known.num_sms, False
 
 

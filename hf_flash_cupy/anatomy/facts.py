@@ -35,7 +35,7 @@ OWNERS = {
         "forward",
     ): "split-K: the warps share the keys of a block ({keys} each) and add up max, sum and P V through "
     "shared memory; O, l, m lie in device memory",
-    ("fa2", "forward"): "split-Q: each warp owns {rows} rows, their O, l, m stay in its registers; no exchange",
+    ("fa2", "forward"): "split-Q: each {part} owns {rows} rows, their O, l, m stay in its registers; no exchange",
     ("standard", "backward"): "P from the forward, dP and dS lie in device memory",
     ("fa1", "backward"): "K_j, V_j, dK_j, dV_j stay on chip for the inner loop; dQ lies in device memory, read and "
     "rewritten at every visit by the one thread block of its head",
@@ -59,8 +59,9 @@ def gather(shape: Shape, algorithm: str, direction: str, kernel: Kernel | None) 
     """Counts the work, of "fa1" and "fa2" with the tile numbers of ``kernel``."""
     if kernel is None:
         return Facts(algorithm, direction, work.standard(shape, direction), None)
-    blocks = Blocks(kernel.block_m, kernel.block_n, kernel.num_warps, kernel.chunks)
-    return Facts(algorithm, direction, _WORK[algorithm, direction](shape, blocks), kernel)
+    blocks = Blocks(kernel.block_m, kernel.block_n, kernel.parts, kernel.chunks, kernel.group)
+    of_kernel = work.fa2_forward_sm90 if kernel.stays else _WORK[algorithm, direction]
+    return Facts(algorithm, direction, of_kernel(shape, blocks), kernel)
 
 
 def rows(facts: Facts, shape: Shape, card: Card | None, num_sms: int) -> dict[str, str]:
@@ -68,30 +69,63 @@ def rows(facts: Facts, shape: Shape, card: Card | None, num_sms: int) -> dict[st
     table = {"loops": LOOPS[facts.algorithm, facts.direction], **_launch(facts, num_sms)}
     if facts.work is None:  # refused: there is no kernel, hence no tile to count with
         return {**table, **facts.measured}
-    return {**table, **_operations(facts.work, shape, facts.direction, card), **_memory(facts.work), **facts.measured}
+    notes = [*facts.work.notes, *([facts.kernel.note] if facts.kernel and facts.kernel.note else [])]
+    table |= {**_operations(facts.work, shape, facts.direction, card), **_memory(facts.work)}
+    return {**table, **({"note": "; ".join(notes)} if notes else {}), **facts.measured}
 
 
 def _launch(facts: Facts, num_sms: int) -> dict[str, str]:
-    owner = OWNERS[facts.algorithm, facts.direction]
     kernel = facts.kernel
     if kernel is None:
-        grid = "chosen by cuBLAS and PyTorch" if facts.algorithm == "standard" else "no kernel"
-        return {"ownership": owner, "grid": grid}
+        if facts.algorithm == "standard":
+            return {"ownership": OWNERS[facts.algorithm, facts.direction], "grid": "chosen by cuBLAS and PyTorch"}
+        return {"grid": "no kernel"}
+    threads = kernel.config.num_threads
     busy = min(kernel.num_blocks, num_sms)
-    at_once = kernel.blocks_per_sm * num_sms
-    registers = f"{kernel.registers} a thread" if kernel.registers else f"not known: {kernel.why_unknown}"
-    if kernel.registers and kernel.spill_bytes:
-        registers += f", {kernel.spill_bytes} bytes spilled"
+    tile = f"{kernel.block_m} rows (B_r) × {kernel.block_n} keys (B_c)"
+    if kernel.stays:
+        tile += f", {kernel.parts} warpgroups of 4 warps that compute, 1 that loads"
+        grid = f"{busy:,} thread blocks of {threads} threads that stay and take {kernel.num_blocks:,} tiles in turn"
+        together = f"1 thread block an SM, {kernel.num_blocks / max(busy, 1):.2f} tiles each"
+    else:
+        tile += f", {kernel.parts} warps"
+        grid = f"{kernel.num_blocks:,} thread blocks of {threads} threads"
+        waves = kernel.num_blocks / max(kernel.blocks_per_sm * num_sms, 1)
+        together = f"{kernel.blocks_per_sm} thread blocks an SM, so {waves:.2f} waves"
     return {
         "kernel": kernel.config.name,
-        "tile": f"{kernel.block_m} rows (B_r) × {kernel.block_n} keys (B_c), {kernel.num_warps} warps",
-        "ownership": owner.format(keys=kernel.block_n // kernel.num_warps, rows=kernel.block_m // kernel.num_warps),
-        "grid": f"{kernel.num_blocks:,} thread blocks of {kernel.config.num_threads} threads",
+        "tile": tile,
+        "ownership": _ownership(facts.algorithm, facts.direction, kernel),
+        "grid": grid,
         "SMs with work": f"{busy} of {num_sms} ({100 * busy / num_sms:.0f} %)",
-        "at once": f"{kernel.blocks_per_sm} thread blocks an SM, so {kernel.num_blocks / max(at_once, 1):.2f} waves",
+        "at once": together,
         "shared memory": f"{kernel.config.shared_bytes / 1024:.1f} KiB a thread block",
-        "registers": registers,
+        "registers": _registers(kernel),
     }
+
+
+def _ownership(algorithm: str, direction: str, kernel: Kernel) -> str:
+    text = OWNERS[algorithm, direction].format(
+        part="warpgroup" if kernel.stays else "warp",
+        keys=kernel.block_n // kernel.parts,
+        rows=kernel.block_m // kernel.parts,
+    )
+    if kernel.stays:
+        text += "; one more warpgroup loads Q, K and V by TMA"
+    if kernel.group > 1:
+        text += f"; rows of the {kernel.group} query heads of a key head share a tile"
+    return text
+
+
+def _registers(kernel: Kernel) -> str:
+    if not kernel.registers:
+        return f"not known: {kernel.why_unknown}"
+    text = f"{kernel.registers} a thread"
+    if kernel.stays:  # setmaxnreg
+        constants = dict(kernel.config.constants)
+        loading, computing = constants["int kLoadRegisters"], constants["int kComputeRegisters"]
+        text += f" at the start, then {loading} of one that loads and {computing} of one that computes"
+    return text + (f", {kernel.spill_bytes} bytes spilled" if kernel.spill_bytes else "")
 
 
 def _operations(found: Work, shape: Shape, direction: str, card: Card | None) -> dict[str, str]:
@@ -113,11 +147,9 @@ def _operations(found: Work, shape: Shape, direction: str, card: Card | None) ->
 
 
 def _memory(found: Work) -> dict[str, str]:
-    notes = {"note": "; ".join(found.notes)} if found.notes else {}
     return {
         "bytes (computed)": f"{_traffic(found.moved)} by thread blocks; each tensor once: {_traffic(found.least)}",
         "extra memory (computed)": f"{size(found.extra_bytes)} beyond inputs and results",
-        **notes,
     }
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_flash_cupy import cards, dispatch, fa1, fa2_backward
+import torch
+
+from hf_flash_cupy import call, cards, dispatch, env, fa1, fa2_backward, sm90
 from hf_flash_cupy.bench.shapes import Shape
 from hf_flash_cupy.errors import CompilationError, MissingDependency
+from hf_flash_cupy.plans import Geometry
 from hf_flash_cupy.problem import AttentionProblem, DType, KernelConfig
 from hf_flash_cupy.tiles import ARCHS
 
@@ -21,20 +24,29 @@ class Kernel:
     block_m: int  # B_r
     block_n: int  # B_c
     chunks: int  # thread blocks that share the columns of one result
-    num_blocks: int  # thread blocks of the grid
+    num_blocks: int  # thread blocks of the grid; where they stay, the tiles that they take
     registers: int | None  # of a thread; None where no NVRTC could be asked
     spill_bytes: int
     why_unknown: str = ""  # why registers are not known
+    group: int = 1  # query heads whose rows share a tile
+    note: str = ""  # which other kernel there is, or why there is none
 
     @property
-    def num_warps(self) -> int:
-        return self.config.num_threads // 32
+    def stays(self) -> bool:
+        """Whether its thread blocks stay, one an SM, and take tile after tile; one of their warpgroups loads."""
+        return self.config.kernel == "fa2_forward_sm90"
+
+    @property
+    def parts(self) -> int:
+        """Warps, or the warpgroups that compute, that share the rows or keys of a block."""
+        return self.block_m // sm90.UNIT_ROWS if self.stays else self.config.num_threads // 32
 
     @property
     def blocks_per_sm(self) -> int:
         """Thread blocks that fit an SM at once."""
         config = self.config
-        return cards.blocks_per_sm(config.arch, config.num_threads, config.shared_bytes, self.registers)
+        arch = config.arch.removesuffix("a")
+        return cards.blocks_per_sm(arch, config.num_threads, config.shared_bytes, self.registers)
 
 
 def problem_of(shape: Shape, algorithm: str) -> AttentionProblem:
@@ -49,8 +61,27 @@ def problem_of(shape: Shape, algorithm: str) -> AttentionProblem:
     )
 
 
+def geometry_of(shape: Shape) -> Geometry:
+    """The numbers of that call."""
+    sizes = [(shape.batch, shape.seqlen, heads, shape.head_dim) for heads in (shape.heads, shape.heads_k)]
+    q, k = (torch.empty(size, dtype=getattr(torch, shape.dtype), device="meta") for size in sizes)
+    strides = [(x.stride(0), x.stride(1), x.stride(2)) for x in (q, k, k)]
+    options = call.Options(causal=shape.causal)
+    return call.geometry_of(
+        q, k, shape.seqlen, (strides[0], strides[1], strides[2]), {}, options, shape.batch, shape.batch
+    )
+
+
 def find(shape: Shape, algorithm: str, direction: str, arch: str, compile_it: bool = True) -> Kernel:
-    """The main kernel of "fa1" or "fa2". Raises UnsupportedProblem."""
+    """The main kernel of "fa1" or "fa2" on ``arch``; "90a": what a call takes there. Raises UnsupportedProblem."""
+    note = ""
+    if arch == sm90.ARCH:
+        arch = arch.removesuffix("a")
+        if (algorithm, direction) == ("fa2", "forward"):
+            problem, geometry = problem_of(shape, algorithm), geometry_of(shape)
+            if (hopper := sm90.select(problem, geometry)) is not None:
+                return _hopper(problem, geometry, hopper, compile_it)
+            note = f"not the kernel of TMA and wgmma: {sm90.refusal(problem, geometry)}"
     config, block_m, block_n, chunks = _select(problem_of(shape, algorithm), direction, arch)
     if algorithm == "fa1":  # a thread block a head; backward, one of k and v
         blocks = shape.heads if direction == "forward" else shape.heads_k
@@ -59,7 +90,20 @@ def find(shape: Shape, algorithm: str, direction: str, arch: str, compile_it: bo
     else:  # a thread block a key block: the query heads that share it come one after the other
         blocks = shape.heads_k * -(-shape.seqlen // block_n)
     registers, spills, reason = _resources(config) if compile_it else (None, 0, "not compiled")
-    return Kernel(config, block_m, block_n, chunks, shape.batch * blocks * chunks, registers, spills, reason)
+    total = shape.batch * blocks * chunks
+    return Kernel(config, block_m, block_n, chunks, total, registers, spills, reason, note=note)
+
+
+def _hopper(problem: AttentionProblem, geometry: Geometry, config: KernelConfig, compile_it: bool) -> Kernel:
+    """The forward kernel of compute capability 9.0."""
+    tile = config.tile
+    assert tile is not None
+    _, tiles = sm90.num_tiles(problem, geometry, tile)
+    registers, spills, reason = _resources(config) if compile_it else (None, 0, "not compiled")
+    group = geometry.num_heads // geometry.num_heads_k if sm90.packs_heads(problem, geometry) else 1
+    other = dispatch.select(problem, config.arch.removesuffix("a"))
+    note = f"HF_FLASH_CUPY_ARCH={other.arch} gives the mma.sync kernel {other.name} in its place"
+    return Kernel(config, tile.block_m, tile.block_n, 1, tiles, registers, spills, reason, group, note)
 
 
 def _select(problem: AttentionProblem, direction: str, arch: str) -> tuple[KernelConfig, int, int, int]:
@@ -92,8 +136,17 @@ def _resources(config: KernelConfig) -> tuple[int | None, int, str]:
 
 
 def kernel_arch(capability: str) -> str:
-    """The architecture whose kernels serve a compute capability. Raises ValueError for one that none does."""
+    """The architecture whose kernels a call takes on a compute capability. Raises ValueError where there is none.
+
+    "90a": the forward pass has a kernel of its own there, unless HF_FLASH_CUPY_ARCH forces another architecture.
+    """
     known = [arch for arch in ARCHS if capability.isdecimal() and int(arch) <= int(capability)]
     if not known:
         raise ValueError(f"--arch {capability}: must be a compute capability of 75 or above (90 for an H100 or H200).")
-    return known[-1]
+    forced = env.forced_arch()
+    if forced is not None and forced not in known:
+        raise ValueError(
+            f"HF_FLASH_CUPY_ARCH={forced}: for compute capability {capability} supported are {', '.join(known)}; "
+            "unset it or choose one of these."
+        )
+    return forced or (sm90.ARCH if capability == sm90.ARCH.removesuffix("a") else known[-1])

@@ -21,8 +21,9 @@ class Blocks:
 
     block_m: int  # B_r
     block_n: int  # B_c
-    num_warps: int
+    parts: int  # warps, or warpgroups, that share its rows or keys
     chunks: int = 1  # thread blocks that share the columns of a wide result; each computes the scores anew
+    group: int = 1  # query heads whose rows share a row block
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Work:
     moved: Traffic
     least: Traffic
     extra_bytes: float  # device memory beyond inputs and results
-    visits: int = 0  # (row block, key block) pairs of one head
+    visits: int = 0  # (row block, key block) pairs of one head, or of the heads that share row blocks
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -86,9 +87,9 @@ def fa1_forward(shape: Shape, blocks: Blocks) -> Work:
     again = max(visited - rows, 0)  # all but a row's first visit read O, all but its last write it
     state = again / shape.head_dim * 8
     other = _softmax(scores) | {
-        "sum of the warps' partial products": visited * blocks.num_warps,
+        "sum of the warps' partial products": visited * blocks.parts,
         "rescaling and adding O (line 12)": 3 * visited,
-        "m and l (line 11): per row and visit": visited / shape.head_dim * (2 * blocks.num_warps + 8),
+        "m and l (line 11): per row and visit": visited / shape.head_dim * (2 * blocks.parts + 8),
     }
     moved = Traffic(2 * rows * size + visited * size + again * 4 + state, rows * size + again * 4 + state)
     extra = 4 * rows + 8 * shape.seqlen
@@ -109,6 +110,49 @@ def fa2_forward(shape: Shape, blocks: Blocks) -> Work:
     heads = shape.batch * shape.heads
     matrix = (2 + 2 * chunks) * scores * shape.head_dim
     return _scaled(heads, matrix, other, moved, _least(shape, "forward"), 0, pairs, notes)
+
+
+def fa2_forward_sm90(shape: Shape, blocks: Blocks) -> Work:
+    """The same by the kernel of compute capability 9.0, which takes maxima only of blocks that may need one.
+
+    Rows are dealt in units, one a warpgroup; those of the heads of a group are one list, neighbours in rows together.
+    """
+    rows, size = shape.seqlen * shape.head_dim, _BYTES[shape.dtype]
+    unit = blocks.block_m // blocks.parts
+    key_blocks = [-(-end // blocks.block_n) for end in _ends_of_tiles(shape, blocks)]
+    keys = sum(min(count * blocks.block_n, shape.seqlen) for count in key_blocks) * shape.head_dim
+    scores = _scores_by_rows(shape, blocks)
+    other: dict[str, float] = {
+        "exponentials": scores,
+        "scaling, subtraction, sum of softmax": 3 * scores,
+        "maximum: of a row's first key block, and of those of which it may not see all": _maxima(shape, unit, blocks),
+        "normalising O, once": rows,
+    }
+    moved = Traffic((rows + 2 * keys / blocks.group) * size, rows * size)
+    notes = ("of a key block that is seen whole no maximum is taken: O is rescaled where its sum exceeds 2^15",)
+    heads, pairs = shape.batch * shape.heads, sum(key_blocks)
+    return _scaled(heads, 4 * scores * shape.head_dim, other, moved, _least(shape, "forward"), 0, pairs, notes)
+
+
+def _ends_of_tiles(shape: Shape, blocks: Blocks) -> list[int]:
+    """Keys that each tile of a group of heads loads: up to those of its last row. The first tiles have a unit less."""
+    unit = blocks.block_m // blocks.parts
+    units = -(-shape.seqlen // unit) * blocks.group
+    tiles = -(-units // blocks.parts)
+    missing = tiles * blocks.parts - units
+    last_units = [blocks.parts * (m + 1) - min(m + 1, missing) - 1 for m in range(tiles)]
+    ends = [min((last // blocks.group + 1) * unit, shape.seqlen) for last in last_units]
+    return ends if shape.causal else [shape.seqlen] * tiles
+
+
+def _maxima(shape: Shape, unit: int, blocks: Blocks) -> int:
+    """Scores of a head of which a maximum is taken: in a unit's last block, and in all that a row may see in part."""
+    units = -(-shape.seqlen // unit)
+    count = units
+    if shape.causal:
+        ends = [-(-min((i + 1) * unit, shape.seqlen) // blocks.block_n) for i in range(units)]
+        count = sum(max(end - (i * unit + 1) // blocks.block_n, 1) for i, end in enumerate(ends))
+    return count * unit * blocks.block_n
 
 
 def fa2_backward(shape: Shape, blocks: Blocks) -> Work:
@@ -160,14 +204,14 @@ def fa1_backward(shape: Shape, blocks: Blocks) -> Work:
 
 
 def _scores_by_rows(shape: Shape, blocks: Blocks) -> int:
-    """Scores that warps compute where each owns rows: a warp skips key blocks that none of its rows sees."""
-    rows = blocks.block_m // blocks.num_warps
+    """Scores that warps or warpgroups compute where each owns rows: it skips key blocks that none of them sees."""
+    rows = blocks.block_m // blocks.parts
     return visits(shape, rows, blocks.block_n) * rows * blocks.block_n
 
 
 def _scores_by_keys(shape: Shape, blocks: Blocks) -> int:
     """Scores that warps compute where each owns keys of the block: a warp skips row blocks that see none of them."""
-    keys = blocks.block_n // blocks.num_warps
+    keys = blocks.block_n // blocks.parts
     return visits(shape, blocks.block_m, keys) * blocks.block_m * keys
 
 

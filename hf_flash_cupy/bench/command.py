@@ -54,7 +54,7 @@ def bench(
     causal: Annotated[str, typer.Option(help="no, yes or both, with --dims or --lengths")] = "both",
     tokens: Annotated[int, typer.Option(min=1, help="tokens of a batch, with --dims or --lengths")] = 16384,
     hidden: Annotated[int, typer.Option(min=1, help="heads × head size, with --dims or --lengths")] = 2048,
-    kv_heads: Annotated[int, typer.Option(help="heads of k and v, 0 = those of the shape")] = 0,
+    kv_heads: Annotated[int, typer.Option(min=0, help="heads of k and v, 0 = those of the shape")] = 0,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}, with --dims or --lengths")] = "bfloat16",
     directions: Annotated[str, typer.Option(help=f"of {', '.join(DIRECTIONS)}; default: the preset's")] = "",
     peers_: Annotated[
@@ -73,20 +73,17 @@ def bench(
         return
     if preset not in PRESETS:
         raise typer.BadParameter(f"--preset {preset}: supported are {', '.join(PRESETS)}")
-    if plot is not None:
-        plots.pyplot()  # missing matplotlib shows now, not after the measurements
     device = "cpu" if smoke else "cuda"
-    if not smoke and not torch.cuda.is_available():
-        raise MissingDependency(
-            "No CUDA device is usable here, and times of CPU kernels say nothing.",
-            "run on a GPU machine (hf-flash-cupy doctor names what is wrong), or see that it works with --smoke",
-        )
     if preset == "decode":
         if dims or lengths or kv_heads or directions:
             raise typer.BadParameter("--preset decode: has its own shapes and one direction")
         names = _chosen("--peers", peers_, decode.IMPLEMENTATIONS, decode.IMPLEMENTATIONS)
+        _check_machine(smoke, plot)
         _show(run_decode(names, 1 if smoke else rounds, 1.0 if smoke else round_ms, seconds, device, out), markdown)
         return
+    if smoke and (dims or lengths):
+        given = "--dims" if dims else "--lengths"
+        raise typer.BadParameter(f"--smoke, {given}: a smoke run has its own tiny shapes; give one of the two")
     chosen = PRESETS["smoke" if smoke else preset]
     shapes = list(chosen.shapes)
     if dims or lengths:
@@ -107,10 +104,22 @@ def bench(
         seconds=seconds,
         device=device,
     )
+    _check_machine(smoke, plot)
     record = run(settings, out, Console(stderr=True))
     _show(record, markdown)
     if plot is not None:
         plots.draw(record, plot)
+
+
+def _check_machine(smoke: bool, plot: Path | None) -> None:
+    """Raises MissingDependency for what is missing before the measurements rather than after them."""
+    if plot is not None:
+        plots.pyplot()
+    if not smoke and not torch.cuda.is_available():
+        raise MissingDependency(
+            "No CUDA device is usable here, and times of CPU kernels say nothing.",
+            "run on a GPU machine (hf-flash-cupy doctor names what is wrong), or see that it works with --smoke",
+        )
 
 
 def _show(record: records.Record, markdown: Path | None) -> None:

@@ -34,14 +34,14 @@ def bench_models(
     smoke: Annotated[bool, typer.Option("--smoke", help="tiny models on the CPU, to see that this works")] = False,
 ) -> None:
     """Measures whole models of Transformers by each attention implementation, interleaved."""
+    workloads = models.SMOKE if smoke else models.WORKLOADS
+    names = _listed("--rows", rows, tuple(workloads))
+    chosen = _listed("--peers", peers, models.IMPLEMENTATIONS) if peers else _DEFAULT
     if not smoke and not torch.cuda.is_available():
         raise MissingDependency(
             "No CUDA device is usable here, and times of CPU kernels say nothing.",
             "run on a GPU machine (hf-flash-cupy doctor names what is wrong), or see that it works with --smoke",
         )
-    workloads = models.SMOKE if smoke else models.WORKLOADS
-    names = _listed("--rows", rows, tuple(workloads))
-    chosen = _listed("--peers", peers, models.IMPLEMENTATIONS) if peers else _DEFAULT
     device = "cpu" if smoke else "cuda"
     if smoke:
         os.environ["HF_FLASH_CUPY_CPU"] = "kernels"  # SDPA under our name would show nothing

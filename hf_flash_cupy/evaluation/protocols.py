@@ -174,6 +174,18 @@ PROTOCOLS: dict[str, Protocol] = {
 }
 
 
+def check_context(option: str, context: int, prefix: int = 0) -> None:
+    """Refuse a ``context`` without room for a scored token behind ``prefix`` tokens; ``option`` gave it."""
+    if context < 3 + prefix:
+        raise WrongUse(f"{option} {context}: at least {3 + prefix} tokens are needed (three and the prefix)")
+
+
+def check_stride(stride: int, context: int) -> None:
+    """Refuse a ``stride`` that would go back, stand still, or leave tokens out."""
+    if not 1 <= stride <= context:
+        raise WrongUse(f"--stride {stride}: must be from 1 to the context ({context}), or tokens would be left out")
+
+
 def make_windows(
     protocol: Protocol, documents: Sequence[int], context: int, stride: int, prefix: int = 0
 ) -> list[Window]:
@@ -184,10 +196,8 @@ def make_windows(
         protocol needs
             a prefix and there is none.
     """
-    if context < 3 + prefix:
-        raise WrongUse(f"--context {context}: at least {3 + prefix} tokens are needed (three and the prefix)")
-    if not 1 <= stride <= context:
-        raise WrongUse(f"--stride {stride}: must be from 1 to the context ({context}), or tokens would be left out")
+    check_context("--context", context, prefix)
+    check_stride(stride, context)
     if protocol.needs_prefix and prefix != 1:
         raise WrongUse(f"--protocol {protocol.name} scores the first token too: give --prefix bos, eos or a token id")
     windows, offset = [], 0

@@ -5,7 +5,6 @@ No weights are read and nothing is computed: every layer calls an attention func
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 
 from hf_flash_cupy.integrations.class_maps import add_to_class_maps
 from hf_flash_cupy.integrations.closures import structure
+from hf_flash_cupy.integrations.model_inputs import ValuesMeetMeta, attempts
 from hf_flash_cupy.integrations.routing import routes_attention
 
 _PROBE = "cupy_probe"
-_BATCH, _LENGTH = 1, 16
 # Recurrences under the name of attention: they have no softmax over keys that a kernel could take over.
 _RECURRENT = ("Linear", "Lightning", "Delta", "RecurrentBlock", "LSH", "Mamba")
 _MASKS = {
@@ -58,6 +57,11 @@ class ModelPart:
     unseen: Counter[str] = field(default_factory=Counter)  # attention that the run did not reach
     failure: str = ""  # why the run ended early
 
+    @property
+    def reached(self) -> bool:
+        """Whether the run came to any attention."""
+        return bool(self.kinds or self.own)
+
 
 def load_config(model: str) -> Any:
     """The configuration of a folder, of a model type ("llama": its defaults) or of a hub id.
@@ -67,9 +71,16 @@ def load_config(model: str) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if model in CONFIG_MAPPING and not Path(model).is_dir():
+    if is_model_type(model):
         return CONFIG_MAPPING[model]()
     return AutoConfig.from_pretrained(model)
+
+
+def is_model_type(model: str) -> bool:
+    """Whether ``model`` names a type that Transformers knows ("llama"), and no folder here."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return model in CONFIG_MAPPING and not Path(model).is_dir()
 
 
 def model_parts(config: Any) -> list[ModelPart]:
@@ -116,8 +127,8 @@ def is_pooling(name: str) -> bool:
 
 def _run(model: nn.Module, part: ModelPart) -> None:
     """Fills in what the attention layers ask for; where the run ends early, what is left counts by its class."""
-    with _watched(model, part), torch.no_grad():
-        for inputs in _attempts(model):
+    with _watched(model, part), torch.no_grad(), ValuesMeetMeta():  # type: ignore[no-untyped-call]
+        for inputs in attempts(model):
             try:
                 model(**inputs)
             except Exception as error:  # whatever a model's own code raises is the finding
@@ -151,42 +162,6 @@ def _build(config: Any) -> nn.Module:
         warnings.simplefilter("ignore")  # of attention that is not routed: the report says it by the layer
         model: nn.Module = auto.from_config(config, attn_implementation=_PROBE)  # type: ignore[no-untyped-call]
     return model.to(torch.bfloat16).eval()  # experts in groups are multiplied in no other dtype
-
-
-def _attempts(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Inputs to run the model on: its main one, then an image with it (CLIP takes no text alone)."""
-    inputs = _inputs(model)
-    yield inputs
-    size = getattr(getattr(model.config, "vision_config", None), "image_size", None)
-    if "input_ids" in inputs and isinstance(size, int):
-        yield inputs | {"pixel_values": torch.empty(_BATCH, 3, size, size, dtype=torch.bfloat16, device="meta")}
-
-
-def _inputs(model: Any) -> dict[str, Tensor]:
-    config, main = model.config, model.main_input_name
-    accepted = inspect.signature(model.forward).parameters
-    if main not in accepted and "pixel_values" in accepted:
-        main = "pixel_values"
-
-    def size(*names: str, default: int) -> Any:
-        found = next((value for name in names if (value := getattr(config, name, None))), default)
-        return found if isinstance(found, list | tuple) else [found, found]
-
-    def floats(*shape: int) -> Tensor:
-        return torch.empty(_BATCH, *shape, dtype=torch.bfloat16, device="meta")
-
-    ids = torch.zeros(_BATCH, _LENGTH, dtype=torch.long, device="meta")
-    if main == "pixel_values":
-        whole = getattr(getattr(config, "vision_config", None), "image_size", 224)
-        height, width = size("image_size", default=whole)
-        channels = getattr(config, "num_channels", None) or 3
-        return {main: floats(channels, height, width)}
-    if main == "input_values":
-        return {main: floats(16_000)}
-    if main == "input_features":
-        bins, frames = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500)
-        return {main: floats(bins, frames), "decoder_input_ids": ids}
-    return {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
 
 
 @contextmanager

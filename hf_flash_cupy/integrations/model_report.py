@@ -4,47 +4,76 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import __version__ as transformers_version
 
-from hf_flash_cupy import decode, dispatch, sm90, warm
+from hf_flash_cupy import decode, dispatch, env, sm90, warm
 from hf_flash_cupy.call import Call, Options, describe, extras
 from hf_flash_cupy.errors import UnsupportedProblem
-from hf_flash_cupy.integrations.model_layers import LayerKind, ModelPart, load_config, model_parts
+from hf_flash_cupy.integrations.model_layers import LayerKind, ModelPart, is_model_type, load_config, model_parts
+from hf_flash_cupy.integrations.model_names import is_missing_folder, similar_model_type, slip_of_model_type
 
 _LENGTH = 2048  # of the prompt whose kernels are named
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-def report(model: str) -> tuple[list[str], bool]:
+def report(model: str, arch: str = "") -> tuple[list[str], bool]:
     """The report's lines on a folder, hub id or model type, and whether every attention layer is accelerated.
 
-    The kernels are those of this machine's first GPU, without one those of the CPU; in the dtype that the configuration
-    names, else in the one that models are loaded in there.
+    The kernels are those of compute capability ``arch`` ("90", or "host" for the CPU), by default of this machine's
+    first GPU, without one of the CPU; in the dtype that the configuration names, else in the one that models are
+    loaded in there.
 
     Raises:
-        UnsupportedProblem: no model of that name, saying what a name can be.
+        UnsupportedProblem: no model of that name, saying what a name can be; or no such ``arch``.
     """
+    config = _config(model)
     try:
-        config = load_config(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UnsupportedProblem(
-            f"doctor {model}: a folder with config.json, a hub id that can be reached, or a model type such as llama "
-            f"is needed. {reason}"
-        ) from None
-    arch = warm.architectures()[0]
+        arch = warm.architectures([arch] if arch else ())[0]
+    except ValueError as error:
+        raise UnsupportedProblem(str(error)) from None
     parts = model_parts(config)
     dtype = _DTYPES.get(parts[0].dtype or torch.float64) or warm.default_dtypes(arch)[0]
     place = "the CPU" if arch == "host" else f"compute capability {int(arch) / 10}"
     lines = [f"{model}: {type(config).__name__}, Transformers {transformers_version}; kernels for {place}, {dtype}"]
     accelerated = True
     for part in parts:
-        found = list(_part_lines(part, dtype, arch))
+        if part is not parts[0] and part.failure and not part.reached:
+            lines.append(f"{part.name}: could not be run here without inputs; not judged ({part.failure})")
+            continue
+        found = list(_part_lines(part, dtype, warm.kernel_arch(arch)))
         accelerated &= found[0][1]
         lines += [line for line, _ in found]
+    if parts[0].failure and is_model_type(model):
+        lines.append(f"{model} stands for the type's default configuration; a checkpoint's folder or hub id says more")
+    if arch == "host" and env.cpu_mode() != "kernels" and any(part.kinds for part in parts):
+        lines.append(
+            "On a CPU a model runs torch's scaled_dot_product_attention in place of these kernels, "
+            "unless HF_FLASH_CUPY_CPU=kernels is set (to check them: slower)"
+        )
     return lines, accelerated
+
+
+def _config(model: str) -> Any:
+    """The configuration of ``model``; a name that is surely wrong is refused before a hub is asked."""
+    needed = f"doctor {model or repr('')}: a folder with config.json, a hub id that can be reached, or a model type"
+    needed += " such as llama is needed."
+    if not model.strip():
+        raise UnsupportedProblem(needed)
+    if is_missing_folder(model):
+        raise UnsupportedProblem(f"{needed} There is no such folder.")
+    if not is_model_type(model) and not Path(model).is_dir() and (meant := slip_of_model_type(model)):
+        raise UnsupportedProblem(f"{needed} There is no model type of that name: did you mean {meant}?")
+    try:
+        return load_config(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        meant = similar_model_type(model)
+        hint = f" Did you mean {meant}?" if meant and meant != model else ""
+        raise UnsupportedProblem(f"{needed} {reason}{hint}") from None
 
 
 def _part_lines(part: ModelPart, dtype: str, arch: str) -> Iterator[tuple[str, bool]]:
@@ -52,9 +81,10 @@ def _part_lines(part: ModelPart, dtype: str, arch: str) -> Iterator[tuple[str, b
     served = {kind: _kernels(kind, dtype, arch) for kind in part.kinds}
     ours = sum(part.kinds[kind] for kind, (_, is_served) in served.items() if is_served)
     total = part.kinds.total() + part.own.total() + part.unseen.total()
-    # A whole that cannot be run on its first input alone is told by its parts.
-    everything = ours == total and (total > 0 or not part.failure)
-    yield f"{part.name}: {ours} of {total} attention layers accelerated", everything
+    if total == 0 and not part.failure:
+        yield f"{part.name}: no attention layers, so there is nothing to accelerate", True
+        return
+    yield f"{part.name}: {ours} of {total} attention layers accelerated", ours == total > 0
     for kind, count in part.kinds.items():
         yield f"  {count} × {kind.module}: {_wording(kind)}", True
         yield from ((f"      {line}", True) for line in served[kind][0])
@@ -88,10 +118,10 @@ def _kernels(kind: LayerKind, dtype: str, arch: str) -> tuple[list[str], bool]:
 def _chosen(kind: LayerKind, dtype: str, arch: str, rows: int) -> str:
     """What a call of ``rows`` rows and the prompt's keys launches: the choice that execute makes."""
     problem, geometry = describe(_call(kind, getattr(torch, dtype), rows))
-    device = torch.device("cpu" if arch == "host" else "cuda")
     if decode.serves(problem, geometry, arch):
         return decode.decode_config(problem, arch, decode.packed_rows(geometry)).name
-    if sm90.serves(device) and (hopper := sm90.select(problem, geometry)) is not None:
+    own = arch == "90" and env.forced_arch() is None  # compute capability 9.0's own kernels
+    if own and (hopper := sm90.select(problem, geometry)) is not None:
         return hopper.name
     return dispatch.select(problem, arch).name
 

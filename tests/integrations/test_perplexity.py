@@ -331,10 +331,7 @@ class TestExitCodes:
             (["--attn", "nonsense"], "--attn nonsense: unknown; known are .*eager.*sdpa"),
             (["--attn", ","], "--attn"),
             (["--context", "4096"], "--context 4096: .* at most 256 tokens"),
-            (["--stride", "65"], "--stride 65"),
-            (["--stride", "8", "--protocol", "gptq"], "--protocol gptq has no stride"),
-            (["--prefix", "first"], "--prefix first"),
-            (["--dtype", "int8"], "--dtype int8"),
+            (["--prefix", "4096"], "--prefix 4096: .* below"),
             (["--device", "tpu"], "--device tpu"),
             (["--lengths", "a"], "--lengths a"),
             (["--text", "missing.txt"], "--text missing.txt"),
@@ -349,10 +346,18 @@ class TestExitCodes:
         assert result.exit_code == 2
         assert re.search(words, " ".join(result.stderr.split())), result.stderr
 
-    def test_a_missing_model_is_3(self, ppl: Any, tmp_path: Path) -> None:
-        result = ppl("--model", str(tmp_path / "nowhere"))
+    def test_a_short_context_is_for_those_who_skip_the_probes(self, ppl: Any) -> None:
+        found = report(ppl("--no-checks", "--max-tokens", "12", context=5, attn="sdpa"))
+        assert found["protocol"]["scored"] == 11
+
+    def test_a_missing_model_is_3(self, ppl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def ask(*_: Any, **__: Any) -> None:
+            raise OSError("no route to the hub")
+
+        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", ask)
+        result = ppl("--model", "owner/nowhere")
         assert result.exit_code == 3
-        assert "nowhere could not be loaded" in result.stderr
+        assert "owner/nowhere could not be loaded" in result.stderr
 
     def test_an_interruption_is_130_and_keeps_the_windows(self, ppl: Any, registered: Any) -> None:
         calls = 0

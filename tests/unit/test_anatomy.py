@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_flash_cupy import cards, cli, explain
+from hf_flash_cupy import call, cards, cli, explain
 from hf_flash_cupy.anatomy import command, facts, kernels, profiler, work
 from hf_flash_cupy.anatomy.work import Blocks
-from hf_flash_cupy.bench.measure import Row
+from hf_flash_cupy.bench.measure import Row, Tensors
 from hf_flash_cupy.bench.shapes import Shape
 from hf_flash_cupy.errors import MissingDependency
 from hf_flash_cupy.jit import host_compiler
@@ -100,6 +100,36 @@ class TestWork:
         assert work.fa2_forward(grouped, BLOCKS).least.read == 2 * 2 * 4 * 256 * 64 * 2
         assert work.fa2_backward(grouped, BLOCKS).moved.read < work.fa2_backward(FULL, BLOCKS).moved.read
 
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize(
+        ("seqlen", "group", "parts", "block_n"), [(250, 2, 3, 32), (256, 1, 4, 64), (640, 4, 3, 80)]
+    )
+    def test_the_kernel_of_warpgroups_counts_what_its_tiles_see(
+        self, causal: bool, seqlen: int, group: int, parts: int, block_n: int
+    ) -> None:
+        """Every tile of a head of keys walked through: units of 64 rows, those of the same rows neighbours."""
+        shape = Shape(2, seqlen, 4, 4 // group, 64, causal)
+        row, key = torch.arange(seqlen)[:, None], torch.arange(seqlen)
+        visible = key <= row if causal else torch.ones(seqlen, seqlen, dtype=torch.bool)
+        units = [rows for rows in visible.split(64) for _ in range(group)]
+        missing = -len(units) % parts
+        loaded = scores = maxima = first = 0
+        while first < len(units):
+            count = parts - (1 if missing > 0 else 0)
+            tile, first, missing = units[first : first + count], first + count, missing - 1
+            loaded += sum(block.shape[1] for block in torch.cat(tile).split(block_n, dim=1) if block.any())
+            for unit in tile:
+                seen = [block for block in unit.split(block_n, dim=1) if block.any()]
+                scores += len(seen) * 64 * block_n
+                maxima += 64 * block_n * (1 + sum(not block.all() for block in seen[:-1]))
+        key_heads = 2 * 4 // group
+        found = work.fa2_forward_sm90(shape, Blocks(64 * parts, block_n, parts, group=group))
+        assert found.matrix == key_heads * scores * 4 * 64
+        assert found.other["exponentials"] == key_heads * scores
+        assert next(n for name, n in found.other.items() if name.startswith("maximum")) == key_heads * maxima
+        assert found.moved.read == 2 * 4 * seqlen * 64 * 2 + key_heads * loaded * 2 * 64 * 2
+        assert found.moved.written == 2 * 4 * seqlen * 64 * 2
+
 
 class TestCards:
     def test_names_of_drivers_are_found(self) -> None:
@@ -110,6 +140,7 @@ class TestCards:
         assert cards.find_card("NVIDIA L40S").name == "L40S"  # type: ignore[union-attr]
         assert cards.find_card("NVIDIA L4").name == "L4"  # type: ignore[union-attr]
         assert cards.find_card("Tesla T4").arch == "75"  # type: ignore[union-attr]
+        assert cards.find_card("h100pcie").num_sms == 114  # type: ignore[union-attr]
         assert cards.find_card("something else") is None
 
     def test_an_a100_multiplies_sixteen_times_faster_by_matrix_instructions(self) -> None:
@@ -164,6 +195,12 @@ class TestKernels:
         with pytest.raises(ValueError, match="--arch"):
             kernels.kernel_arch(capability)
         assert kernels.kernel_arch("87") == "86"
+
+    def test_the_call_described_is_the_benchmark_s(self) -> None:
+        shape = Shape(2, 128, 4, 2, 64, True)
+        q, k, v = Tensors.of(shape, "cpu").inputs
+        described = call.describe(call.Call(q, k, v, {}, call.Options(causal=True)))
+        assert described == (kernels.problem_of(shape, "fa2"), kernels.geometry_of(shape))
 
 
 def ncu_row(kernel: int, metric: str, value: str) -> str:
@@ -229,6 +266,7 @@ class TestCommand:
             (["--heads", "4", "--kv-heads", "3"], "--kv-heads 3"),
             (["--card", "Voodoo"], "--card Voodoo"),
             (["--arch", "60"], "--arch 60"),
+            (["--arch", "90", "--card", "A100"], "--arch 90, --card A100: A100 has compute capability 80"),
         ],
     )
     def test_wrong_options_are_named(self, options: list[str], message: str) -> None:
@@ -236,13 +274,30 @@ class TestCommand:
         assert answer.exit_code == cli.WRONG_USE
         assert message in " ".join(answer.output.replace("│", " ").split())
 
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            (["--arch", "9.0"], ("90", 132)),
+            (["--arch", "8.0", "--card", "a100"], ("80", 108)),
+            (["--card", "H100 pcie"], ("90", 114)),
+            (["--card", "rtx4090"], ("89", 128)),
+        ],
+    )
+    def test_capabilities_and_cards_are_read_as_people_write_them(
+        self, options: list[str], expected: tuple[str, int]
+    ) -> None:
+        answer = runner.invoke(cli.app, ["explain", *options, "--head-dim", "600", "--no-measure", "--json"])
+        content = json.loads(answer.output)
+        assert (content["arch"], content["num_sms"]) == expected
+
     def test_what_no_kernel_serves_is_told_and_the_rest_shown(self) -> None:
-        options = ["explain", "--arch", "75", "--dtype", "bfloat16", "--seqlen", "128", "--json"]
+        options = ["explain", "--arch", "7.5", "--dtype", "bfloat16", "--seqlen", "128", "--json"]
         content = json.loads(runner.invoke(cli.app, options).output)
         for direction in ("forward", "backward"):
             assert "matrix FLOPs" in content[direction]["standard"]
             for algorithm in ("fa1", "fa2"):
                 assert "bfloat16 needs a GPU of compute capability 8.0" in content[direction][algorithm]["refused"]
+                assert "ownership" not in content[direction][algorithm]  # of which rows or keys there are no numbers
 
     def test_what_a_gpu_measured_is_told(self) -> None:
         row = Row(FULL, "forward", {"cupy_fa2": 0.5}, {"cupy_fa2": 494.7}, {"cupy_fa2": 2048}, {"cupy_fa2": 0})

@@ -54,7 +54,7 @@ def test_the_smoke_run_goes_from_options_to_record(tmp_path: Path) -> None:
     (row,) = record.read(path).decode
     assert row.failed == {}
     assert set(row.microseconds) == {"cupy_fa2", "flash"}
-    assert next(report.grids(record.read(path))).title.startswith("Decoding, smoke run on a CPU")
+    assert next(report.grids(record.read(path))).title.startswith("Decoding, µs (smoke run on a CPU")
     assert row.label in table.read_text()
 
 

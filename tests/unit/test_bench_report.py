@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,12 +160,26 @@ class TestCommand:
             (["--dims", "64", "--causal", "perhaps"], "--causal perhaps"),
             (["--dims", "64", "--dtype", "int8"], "--dtype int8"),
             (["--kv-heads", "3"], "--kv-heads 3"),
+            (["--kv-heads", "-2"], "Invalid value for '--kv-heads'"),
         ],
     )
     def test_wrong_options_are_named(self, options: list[str], message: str) -> None:
-        answer = runner.invoke(cli.app, ["bench", "--smoke", *options])
+        answer = runner.invoke(cli.app, ["bench", *options])  # told before a missing GPU is
         assert answer.exit_code == cli.WRONG_USE
         assert message in " ".join(answer.output.replace("│", " ").split())
+
+    @pytest.mark.parametrize("option", [["--dims", "64"], ["--lengths", "64"]])
+    def test_a_smoke_run_takes_no_shapes(self, option: list[str]) -> None:
+        answer = runner.invoke(cli.app, ["bench", "--smoke", "--seconds", "0.000001", *option])
+        assert answer.exit_code == cli.WRONG_USE
+        assert f"--smoke, {option[0]}:" in answer.output
+
+    def test_titles_name_the_unit(self) -> None:
+        found = sample_record()
+        for smoke in (False, True):
+            titles = [grid.title for grid in report.grids(replace(found, smoke=smoke))]
+            assert titles[0].startswith("Forward, TFLOP/s of useful work")
+            assert ("mean nothing" in titles[0]) == smoke
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_without_a_gpu_the_smoke_run_is_named(self) -> None:

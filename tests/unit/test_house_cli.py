@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import hf_flash_cupy
 from hf_flash_cupy import cli
 from hf_flash_cupy.errors import CompilationError, MissingDependency, UnsupportedProblem
 from hf_flash_cupy.jit import cache
@@ -36,6 +37,12 @@ def test_help_names_every_command() -> None:
     assert answer.exit_code == 0
     for command in ("ppl", "bench", "explain", "demo", "doctor", "cache"):
         assert command in answer.output
+
+
+def test_the_version() -> None:
+    answer = runner.invoke(cli.app, ["--version"])
+    assert answer.exit_code == 0
+    assert answer.output == f"hf-flash-cupy {hf_flash_cupy.__version__}\n"
 
 
 def test_an_unknown_command_is_wrong_use() -> None:

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_flash_cupy import cli, warm
-from hf_flash_cupy.errors import UnsupportedProblem
+from hf_flash_cupy.errors import MissingDependency, UnsupportedProblem
 from hf_flash_cupy.jit import cache, compiler, module
 
 runner = CliRunner()
@@ -96,17 +96,35 @@ def test_a_gpu_is_not_needed_to_warm_for_it(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "words"),
     [
-        [],
-        ["some/model", "--head-dim", "64"],
-        ["--head-dim", "64", "--arch", "70"],
-        ["--head-dim", "64", "--arch", "hopper"],
-        ["--head-dim", "64", "--dtype", "int8", "--arch", "host"],
-        ["--head-dim", "600", "--arch", "host"],
-        ["--head-dim", "-1", "--arch", "host"],
+        ([], "--head-dim"),
+        (["some/model", "--head-dim", "64"], "one of the two"),
+        (["some/model", "--head-dim-v", "64"], "--head-dim-v"),
+        (["/no/such/folder"], "/no/such/folder: there is no such folder"),
+        (["--head-dim", "64", "--arch", "70"], "--arch 70: supported are host, 75, 80"),
+        (["--head-dim", "64", "--arch", "77"], "--arch 77: supported are host, 75, 80"),
+        (["--head-dim", "64", "--arch", "hopper"], "--arch hopper: supported are host, 75, 80"),
+        (["--head-dim", "64", "--dtype", "int8", "--arch", "host"], "--dtype int8"),
+        (["--head-dim", "600", "--arch", "host"], "head_dim 600"),
+        (["--head-dim", "-3", "--arch", "host"], "'--head-dim'"),
+        (["--head-dim", "64", "--head-dim-v", "-3", "--arch", "host"], "'--head-dim-v'"),
     ],
 )
-def test_wrong_use_is_named(arguments: list[str]) -> None:
-    answer = runner.invoke(cli.app, ["cache", "warm", *arguments])
+def test_wrong_use_is_named(arguments: list[str], words: str) -> None:
+    answer = runner.invoke(cli.app, ["cache", "warm", *arguments], env={"COLUMNS": "200"})
     assert answer.exit_code == cli.WRONG_USE, answer.output
+    assert words in " ".join(answer.output.replace("│", " ").split())
+
+
+def test_a_card_between_two_is_known_and_without_nvrtc_those_with_tiles_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "supported_archs", lambda: (70, 75, 87))
+    assert warm.architectures(["87", "90", "host"]) == ["87", "90", "host"]
+
+    def missing() -> tuple[int, ...]:
+        raise MissingDependency("no NVRTC", "pip install it")
+
+    monkeypatch.setattr(compiler, "supported_archs", missing)
+    assert warm.architectures(["90"]) == ["90"]
+    with pytest.raises(ValueError, match="--arch 87: supported are host, 75, 80, 86, 89, 90"):
+        warm.architectures(["87"])
