@@ -91,8 +91,7 @@ def _build(call: Call) -> tuple[Prepared, Family | None]:
     plan: Any = None
     workspaces: dict[str, int] = {}
     hopper = None
-    decodes = has_work and decode.serves(problem, geometry, device_arch(call.q.device))
-    if decodes:
+    if has_work and decode.serves(problem, geometry, device_arch(call.q.device)):
         plan = decode.decode_plan(problem, geometry, call.q.device)
     elif has_work and not is_fa1 and (hopper := sm90.select_on(call.q.device, problem, geometry)) is not None:
         plan = sm90_plan.ForwardSm90Plan(hopper, problem, geometry, call.q.device)

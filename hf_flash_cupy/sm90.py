@@ -261,9 +261,8 @@ def num_tiles(problem: AttentionProblem, geometry: Geometry, tile: Tile) -> tupl
     heads, group = _dealt(problem, geometry)
     warpgroups = tile.block_m // UNIT_ROWS
     units = -(-geometry.seqlen_q // UNIT_ROWS)
-    if (
-        problem.varlen
-    ):  # each entry, and the rows beyond the last offset, may end in a unit and a tile that are not full
+    if problem.varlen:
+        # Each entry, and the rows beyond the last offset, may end in a unit and a tile that are not full.
         entries = geometry.batch + 1
         of_head = -(-(units + entries) * group // warpgroups) + entries
         return of_head, of_head * heads

@@ -66,16 +66,6 @@ __device__ __forceinline__ void softcap_slopes(float (&slopes)[kM][kN][4], const
       }
 }
 
-template <int kM, int kN>
-__device__ __forceinline__ void multiply_scores(float (&scores)[kM][kN][4], const float (&factors)[kM][kN][4]) {
-#pragma unroll
-  for (int i = 0; i < kM; ++i)
-#pragma unroll
-    for (int j = 0; j < kN; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[i][j][e] *= factors[i][j][e];
-}
-
 // ALiBi (Press et al. 2022): each score loses slope times its distance from the diagonal.
 template <int kM, int kN>
 __device__ __forceinline__ void add_alibi(float (&scores)[kM][kN][4], const AttentionParams& params, const SeqlenInfo& seqlen,
