@@ -36,7 +36,7 @@ class PreparedBackward(NamedTuple):
 
     plan: Plan
     bias_plan: Plan | None
-    dq_accum_size: int
+    workspaces: dict[str, int]  # float32 elements of each, by their names in the plan's call
 
 
 class Gradients(NamedTuple):
@@ -197,12 +197,12 @@ def _prepare_backward(call: Call, out: Tensor, dout: Tensor, deterministic: bool
     device = call.q.device
     if problem.algorithm == "fa1":
         plan = fa1.fa1_backward_plan(problem, geometry, device)
-        dq_accum_size = fa1.backward_workspace(problem, geometry)["dq_accum"]
+        workspaces = {"dq_accum": fa1.backward_workspace(problem, geometry)["dq_accum"]}
     else:
         plan = fa2_backward.backward_plan(problem, geometry, device)
-        dq_accum_size = fa2_backward.dq_accum_size(problem, geometry, device)
+        workspaces = fa2_backward.workspaces(problem, geometry, device)
     bias_plan = fa2_backward.bias_backward_plan(problem, geometry, device) if problem.bias != "none" else None
-    return PreparedBackward(plan, bias_plan, dq_accum_size)
+    return PreparedBackward(plan, bias_plan, workspaces)
 
 
 def backward(
@@ -277,11 +277,11 @@ def _run_backward(
     q, k, v, extras, _ = call
     dq, dk, dv = gradients
     delta = torch.empty_like(lse)
-    dq_accum = workspace(prepared.dq_accum_size, q.device)
     row_max, row_sum = statistics
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "delta": delta, **extras}
     tensors |= {"row_max": row_max, "row_sum": row_sum}
-    prepared.plan(**tensors, dq_accum=dq_accum, dq=dq, dk=dk, dv=dv)
+    made = {name: workspace(size, q.device) for name, size in prepared.workspaces.items()}
+    prepared.plan(**tensors, **made, dq=dq, dk=dk, dv=dv)
     if dbias is not None and prepared.bias_plan is not None:
         prepared.bias_plan(**tensors, dbias=dbias)
     return delta

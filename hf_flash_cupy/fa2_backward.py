@@ -173,6 +173,7 @@ def _config(part: str, problem: AttentionProblem, arch: str, tile: BackwardTile)
             AttentionProblem(problem.dtype, problem.head_dim, problem.head_dim_v, 1, problem.vector),
             varlen=problem.varlen,
             deterministic=problem.deterministic,
+            intervals=problem.intervals and part == "prepare",
         )
     constants = (
         ("int kScoreWarps", str(tile.score_warps)),
@@ -211,16 +212,20 @@ def _kernel_config(
     return kernel_config(kernel, name, include, problem, arch, whole, sizes, constants, shared)
 
 
-def dq_accum_size(problem: AttentionProblem, geometry: Geometry, device: torch.device) -> int:
-    """float32 elements of the workspace ``dq_accum``."""
-    if problem.deterministic:
-        return 0
+def workspaces(problem: AttentionProblem, geometry: Geometry, device: torch.device) -> dict[str, int]:
+    """Elements of 4 bytes of each, by their names in the struct."""
     tile = choose(problem, device_arch(device))
-    return row_blocks(geometry, problem, tile.block_m)[1] * tile.block_m * rounded_head_dims(problem)[0]
+    blocks, all_blocks = row_blocks(geometry, problem, tile.block_m)
+    dq_accum = 0 if problem.deterministic else all_blocks * tile.block_m * rounded_head_dims(problem)[0]
+    sizes = {"dq_accum": dq_accum}
+    if problem.intervals:
+        heads = geometry.num_heads if geometry.interval_strides[1] else 1
+        sizes["row_block_keys"] = geometry.batch * heads * blocks * 4
+    return sizes
 
 
 def backward_plan(problem: AttentionProblem, geometry: Geometry, device: torch.device) -> Plan:
-    """Reads q, k, v, out, dout, lse, dlse and what the problem names; writes delta, dq_accum, dq, dk, dv."""
+    """Reads q, k, v, out, dout, lse, dlse and what the problem names; writes delta, :func:`workspaces`, dq, dk, dv."""
     arch = device_arch(device)
     tile = choose(problem, arch)
     num_row_blocks = row_blocks(geometry, problem, tile.block_m)[1]

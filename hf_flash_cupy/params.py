@@ -32,6 +32,7 @@ ATTENTION_PARAMS = np.dtype(
         ("dlse", _POINTER),
         ("delta", _POINTER),
         ("dq_accum", _POINTER),
+        ("row_block_keys", _POINTER),
         ("out_accum", _POINTER),
         ("row_max", _POINTER),
         ("row_sum", _POINTER),

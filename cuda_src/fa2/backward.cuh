@@ -152,7 +152,7 @@ __device__ __forceinline__ void backward_tile(const AttentionParams& params, con
     ScoreGradient<Config, kM, kN> gradient(params, seqlen, {first_row, first_key + score_key, step.head, entry});
     const float scale = gradient.modify(p);
     uint32 visible[2 * kM];
-    if (walk.look(visible, step.head, first_row, first_key + score_key) != Visibility::kAll) hide(p, visible);
+    if (walk.look(visible, step, first_row, first_key + score_key) != Visibility::kAll) hide(p, visible);
     if constexpr (kHasHoles<Config>) walk.share_seen(shared.seen(), warp, seen_columns(p));
     float statistics[2 * kM];  // of this lane's rows: lse, then delta
     load_statistics(statistics, shared.lse(stage), score_row);

@@ -5,6 +5,7 @@
 #include "attn/mask.cuh"
 #include "attn/row_mask.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/tile_scheduler.cuh"
 #include "common/params.cuh"
 #include "isa.cuh"
 
@@ -12,9 +13,24 @@ namespace hfc {
 
 struct RowStep {
   int head;
-  int m_block;  // negative: no more
+  int m_block;   // negative: no more
+  bool sees_all;  // every row sees every key, as far as key intervals tell
 
   __device__ __forceinline__ bool exists() const { return m_block >= 0; }
+};
+
+// Key intervals of the rows of one block: all of them together, and what they have in common. fa2_backward_prepare notes them
+// at row_block_keys, (batch, heads or 1 for all, row blocks, 4), so that a walk reads four numbers a block instead of every row's.
+struct RowBlockKeys {
+  KeyInterval some;
+  KeyInterval common;
+
+  template <typename Config>
+  __device__ __forceinline__ static int* address(const AttentionParams& params, int entry, int head) {
+    const bool one_for_all = params.interval_head_stride == 0;
+    const int64 pair = one_for_all ? entry : int64(entry) * params.num_heads + head;
+    return params.row_block_keys + pair * num_row_blocks<Config>(params) * 4;
+  }
 };
 
 // From the last row block to the first: under a causal mask all thread blocks of a head start at the same rows, which stay in
@@ -40,7 +56,9 @@ class RowWalk {
       keys_ = {window_interval(params, seqlen, first_row).lo, window_interval(params, seqlen, end_row - 1).hi};
     first_block_ = first_row / Config::kBlockM;
     last_block_ = first_row < end_row ? (end_row - 1) / Config::kBlockM : first_block_ - 1;
-    step_ = {head_k * group, last_block_ + 1};
+    if constexpr (Config::kIntervals)
+      if (params.interval_head_stride == 0) tighten(head_k * group);
+    step_ = {head_k * group, last_block_ + 1, false};
     end_head_ = step_.head + group;
   }
 
@@ -50,21 +68,23 @@ class RowWalk {
   // The next row block in which some row sees some key.
   __device__ __forceinline__ RowStep next() {
     do {
-      if (--step_.m_block < first_block_) step_ = {step_.head + 1, last_block_};
-      if (step_.head >= end_head_ || last_block_ < first_block_) return {0, -1};
-    } while (Config::kIntervals && !sees(step_));
+      if (--step_.m_block < first_block_) step_ = {step_.head + 1, last_block_, false};
+      if (step_.head >= end_head_ || last_block_ < first_block_) return {0, -1, false};
+    } while (Config::kIntervals && !sees());
     return step_;
   }
 
   // The keys of a warp's tile that each of the lane's rows sees: bits as in mask.cuh, not written where all see all.
-  __device__ __forceinline__ Visibility look(uint32 (&visible)[2 * kM], int head, int first_row, int first_key) const {
-    if constexpr (!Config::kIntervals && !Config::kMask) {
+  __device__ __forceinline__ Visibility look(uint32 (&visible)[2 * kM], RowStep step, int first_row, int first_key) const {
+    if constexpr (Config::kIntervals && !Config::kMask) {
+      if (step.sees_all) return Visibility::kAll;
+    } else if constexpr (!Config::kMask) {
       const int last_row = first_row + kRows - 1;
       if (first_key >= window_interval(params_, seqlen_, last_row).lo &&
           first_key + 8 * kN <= window_interval(params_, seqlen_, first_row).hi)
         return Visibility::kAll;
     }
-    visible_bits<Config, kM, kN>(visible, params_, seqlen_, entry_, head, first_row, first_key);
+    visible_bits<Config, kM, kN>(visible, params_, seqlen_, entry_, step.head, first_row, first_key);
     return Visibility::kSome;
   }
 
@@ -81,21 +101,45 @@ class RowWalk {
   }
 
  private:
-  __device__ __forceinline__ const int* interval_rows(int head) const {
-    return params_.key_intervals + entry_ * params_.interval_batch_stride + head * params_.interval_head_stride;
+  // Which of 32 row blocks have a row that sees some key, and which only rows that see all; the same for all warps.
+  struct Chunk {
+    int head, number;
+    uint32 seen, whole;
+  };
+
+  __device__ __forceinline__ Chunk read(int head, int number) const {
+    const int m_block = number * kWarpSize + lane_id();
+    bool seen = false, whole = false;
+    if (m_block >= first_block_ && m_block <= last_block_) {
+      const int* numbers = RowBlockKeys::address<Config>(params_, entry_, head) + m_block * 4;
+      const RowBlockKeys keys{{numbers[0], numbers[1]}, {numbers[2], numbers[3]}};
+      const int end_key = first_key_ + Config::kBlockN;
+      seen = max(keys.some.lo, first_key_) < min(keys.some.hi, end_key);
+      whole = keys.common.lo <= first_key_ && keys.common.hi >= end_key;
+    }
+    return {head, number, warp_ballot(seen), warp_ballot(whole)};
   }
 
-  // Whether the intervals leave some row of the block a key; the same for all threads.
-  __device__ __forceinline__ bool sees(RowStep step) const {
-    const int* intervals = interval_rows(step.head);
-    bool any = false;
-    for (int i = lane_id(); i < Config::kBlockM; i += kWarpSize) {
-      const int row = step.m_block * Config::kBlockM + i;
-      if (row >= seqlen_.seqlen_q) continue;
-      const KeyInterval keys = row_interval(params_, seqlen_, intervals, row);
-      any |= max(keys.lo, first_key_) < min(keys.hi, first_key_ + Config::kBlockN);
+  // Packed sequences and windows leave a key block few row blocks of many, and neighbours: the others are not even counted.
+  __device__ __forceinline__ void tighten(int head) {
+    int first = last_block_ + 1, last = first_block_ - 1;
+#pragma unroll 4
+    for (int number = first_block_ / kWarpSize; number <= last_block_ / kWarpSize; ++number) {
+      const uint32 seen = read(head, number).seen;
+      if (seen == 0) continue;
+      first = min(first, number * kWarpSize + first_bit(seen));
+      last = number * kWarpSize + 31 - leading_zeros(seen);
     }
-    return warp_any(any);
+    first_block_ = first;
+    last_block_ = last;
+  }
+
+  // Whether some row of step_'s block sees some key.
+  __device__ __forceinline__ bool sees() {
+    const int number = step_.m_block / kWarpSize;
+    if (number != chunk_.number || step_.head != chunk_.head) chunk_ = read(step_.head, number);
+    step_.sees_all = chunk_.whole >> step_.m_block % kWarpSize & 1;
+    return chunk_.seen >> step_.m_block % kWarpSize & 1;
   }
 
   const AttentionParams& params_;
@@ -106,6 +150,7 @@ class RowWalk {
   int last_block_;
   int end_head_;
   RowStep step_;
+  Chunk chunk_{-1, -1, 0, 0};
   KeyInterval keys_{0, 0};
 };
 

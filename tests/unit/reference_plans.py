@@ -122,5 +122,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Calls:
     for module, name in ((fa2_backward, "backward_plan"), (fa1, "fa1_backward_plan")):
         monkeypatch.setattr(module, name, maker(BackwardPlan, calls.backward))
     monkeypatch.setattr(fa2_backward, "bias_backward_plan", maker(BackwardPlan, calls.bias))
-    monkeypatch.setattr(fa2_backward, "dq_accum_size", lambda problem, geometry, device: 1)
+    monkeypatch.setattr(fa2_backward, "workspaces", lambda problem, geometry, device: {"dq_accum": 1})
     return calls

@@ -80,6 +80,13 @@ inline bool warp_any(bool value) {
   });
   return any;
 }
+inline uint32 warp_ballot(bool value) {
+  uint32 values[1] = {uint32(value) << lane_id()};
+  exchange<31>(values, [](uint32 a, uint32 b) { return a | b; });
+  return values[0];
+}
+inline int first_bit(uint32 bits) { return __builtin_ctz(bits); }  // of at least one
+inline int leading_zeros(uint32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 inline int warp_inclusive_sum(int value) {
   host::Block::current->warp_collective(&value, [](void** lanes) {
     for (int lane = 1; lane < kWarpSize; ++lane) *static_cast<int*>(lanes[lane]) += *static_cast<int*>(lanes[lane - 1]);

@@ -38,6 +38,9 @@ __device__ __forceinline__ SharedPtr in_place(SharedPtr address) {
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ bool warp_any(bool value) { return __any_sync(~0u, value); }
+__device__ __forceinline__ uint32 warp_ballot(bool value) { return __ballot_sync(~0u, value); }  // bit i: lane i's
+__device__ __forceinline__ int first_bit(uint32 bits) { return __ffs(int(bits)) - 1; }
+__device__ __forceinline__ int leading_zeros(uint32 bits) { return __clz(int(bits)); }
 
 // The four lanes of a quad share the rows of an accumulator.
 template <int kCount>

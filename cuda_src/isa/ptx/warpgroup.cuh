@@ -11,12 +11,9 @@ constexpr int kWarpgroupSize = 128;
 
 __device__ __forceinline__ int warpgroup_id() { return __shfl_sync(~0u, int(threadIdx.x) / kWarpgroupSize, 0); }
 
-__device__ __forceinline__ uint32 warp_ballot(bool value) { return __ballot_sync(~0u, value); }  // bit i: lane i's
 __device__ __forceinline__ uint32 broadcast(uint32 value, int lane) { return __shfl_sync(~0u, value, lane); }
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
-__device__ __forceinline__ int first_bit(uint32 bits) { return __ffs(int(bits)) - 1; }
 __device__ __forceinline__ uint32 high_product(uint32 a, uint32 b) { return __umulhi(a, b); }  // a b / 2^32
-__device__ __forceinline__ int leading_zeros(uint32 bits) { return __clz(int(bits)); }
 
 // Registers of a thread from here on (PTX ISA: setmaxnreg); every warp of the warpgroup calls.
 template <int kRegisters>
