@@ -118,15 +118,13 @@ def _measure(shape: Shape, direction: str, columns: list[Facts], card: Card | No
         row = Measurement(shape, "cuda", _ROUNDS, _ROUND_MS).row(direction, names)
     except torch.OutOfMemoryError:
         row = Row(shape, direction, failed=dict.fromkeys(names, "the inputs alone are out of memory"))
-    for column in columns:
-        name = IMPLEMENTATIONS[column.algorithm]
+    ran = [name for name in names if name in row.milliseconds] if ncu else []
+    counted = profiler.profile(shape, ran, direction) if ran else {}
+    for column, name in zip(columns, names, strict=True):
         column.measured |= measured(row, name, card)
-        if ncu and name in row.milliseconds:
-            found = profiler.profile(shape, name, direction)
-            if isinstance(found, str):
-                column.measured["bytes (measured)"] = f"not measured: {found}"
-            else:
-                column.measured["bytes (measured)"] = facts_.counted(found)
+        if name in ran:
+            found = f"not measured: {counted}" if isinstance(counted, str) else facts_.counted(counted[name])
+            column.measured["bytes (measured)"] = found
 
 
 def measured(row: Row, name: str, card: Card | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,14 +79,23 @@ def result_bytes(direction: str, tensors: Tensors) -> int:
 
 def peak_bytes(run: Run) -> int:
     """Peak device memory of one call beyond what was there before."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = _settled_bytes()
     torch.cuda.reset_peak_memory_stats()
     result = run()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     del result
     return peak
+
+
+def _settled_bytes() -> int:
+    """Device memory in use, once autograd's thread has let go of what the last backward pass left."""
+    torch.cuda.synchronize()
+    while True:
+        before = torch.cuda.memory_allocated()
+        time.sleep(0.005)
+        if torch.cuda.memory_allocated() == before:
+            return before
 
 
 def why(error: BaseException) -> str:

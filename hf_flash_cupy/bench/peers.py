@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_flash_cupy.bench.shapes import Shape
-from hf_flash_cupy.functional import flash_attention
+from hf_flash_cupy.functional import flash_attention, flash_attention_varlen
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 CUBLAS = "cublas"  # the product of two 8192 × 8192 matrices, beside the others in every race
@@ -25,8 +26,18 @@ class Unavailable(Exception):
 
 
 def _ours(shape: Shape, device: str, algorithm: str) -> Attend:
-    window = (shape.window, -1)
-    return lambda q, k, v: flash_attention(q, k, v, causal=shape.causal, window_size=window, algorithm=algorithm)
+    options: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.window, -1), "algorithm": algorithm}
+    if shape.packed:
+        offsets, longest = packing(shape, device)
+        sides = (offsets, offsets, longest, longest)
+        return lambda q, k, v: flash_attention_varlen(q[0], k[0], v[0], *sides, **options)[None]
+    return lambda q, k, v: flash_attention(q, k, v, **options)
+
+
+def packing(shape: Shape, device: str) -> tuple[Tensor, int]:
+    """cu_seqlens (sequences + 1,) int32 of the packed sequences, and the longest of their lengths."""
+    offsets = torch.tensor([0, *accumulate(shape.packed)], dtype=torch.int32, device=device)
+    return offsets, max(shape.packed)
 
 
 def _eager(shape: Shape, device: str) -> Attend:
@@ -34,7 +45,7 @@ def _eager(shape: Shape, device: str) -> Attend:
     group = shape.heads // shape.heads_k
     scale = shape.head_dim**-0.5
     hidden = torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=device).triu_(1) if shape.causal else None
-    if (seen := window_mask(shape, device)) is not None:
+    if (seen := dense_mask(shape, device)) is not None:
         hidden = ~seen
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,18 +61,27 @@ def _eager(shape: Shape, device: str) -> Attend:
     return attend
 
 
-def window_mask(shape: Shape, device: torch.device | str) -> Tensor | None:
-    """(seqlen, seqlen) bool, True = attends; None for a shape without a window."""
-    if shape.window < 0:
+def dense_mask(shape: Shape, device: torch.device | str) -> Tensor | None:
+    """(seqlen, seqlen) bool, True = attends; None for a shape with neither a window nor packed sequences."""
+    if shape.window < 0 and not shape.packed:
         return None
-    return torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=device).tril_().triu_(-shape.window)
+    mask = torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=device)
+    if shape.causal:
+        mask.tril_()
+    if shape.window >= 0:
+        mask.triu_(-shape.window)
+    if shape.packed:
+        numbers = torch.arange(len(shape.packed), device=device)
+        sequence = numbers.repeat_interleave(torch.tensor(shape.packed, device=device))  # (seqlen,)
+        mask &= sequence[:, None] == sequence
+    return mask
 
 
 def torch_attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's SDPA, by the backend it chooses itself unless one is set."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = shape.heads != shape.heads_k
-    mask = window_mask(shape, q.device)
+    mask = dense_mask(shape, q.device)
     causal = shape.causal and mask is None
     out: Tensor = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
     return out.transpose(1, 2)
@@ -70,6 +90,8 @@ def torch_attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _sdpa(shape: Shape, device: str, backend: SDPBackend) -> Attend:
     if shape.window >= 0:
         raise Unavailable("torch's SDPA has no window")
+    if shape.packed:
+        return _packed_flash(shape, device, backend)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -78,9 +100,23 @@ def _sdpa(shape: Shape, device: str, backend: SDPBackend) -> Attend:
     return attend
 
 
+def _packed_flash(shape: Shape, device: str, backend: SDPBackend) -> Attend:
+    """The kernel behind torch's flash backend takes packed sequences, though SDPA itself has no argument for them."""
+    if backend is not SDPBackend.FLASH_ATTENTION:
+        raise Unavailable("this backend of torch's SDPA has no packed sequences")
+    offsets, longest = packing(shape, device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sides = (offsets, offsets, longest, longest)
+        out: Tensor = torch.ops.aten._flash_attention_forward(q[0], k[0], v[0], *sides, 0.0, shape.causal, False)[0]
+        return out[None]
+
+    return attend
+
+
 def _flex(shape: Shape, device: str) -> Attend:
-    if shape.window >= 0:
-        raise Unavailable("rows with a window are raced without FlexAttention")
+    if shape.window >= 0 or shape.packed:
+        raise Unavailable("rows with a window or packed sequences are raced without FlexAttention")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # each shape compiles its own kernel; torch would stop after eight
@@ -101,17 +137,26 @@ def _not_later(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
 
 
 def _package(shape: Shape, device: str, module: str, distribution: str) -> Attend:
-    """``flash_attn_func`` of another package: flash-attn 2, FA3, FA4."""
+    """``flash_attn_func`` or ``flash_attn_varlen_func`` of another package: flash-attn 2, FA3, FA4."""
     try:
-        function = import_module(module).flash_attn_func
+        package = import_module(module)
+        function = package.flash_attn_varlen_func if shape.packed else package.flash_attn_func
     except (ImportError, AttributeError, OSError) as error:
         raise Unavailable(f"{distribution} is not installed ({error})") from error
 
-    window = {"window_size": (shape.window, 0)} if shape.window >= 0 else {}
+    options: dict[str, Any] = {"causal": shape.causal}
+    if shape.window >= 0:
+        options["window_size"] = (shape.window, 0)
+    if shape.packed:
+        offsets, longest = packing(shape, device)
+        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, causal=shape.causal, **window)
-        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+        if shape.packed:
+            q, k, v = q[0], k[0], v[0]
+        out = function(q, k, v, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        return out[None] if shape.packed else out  # type: ignore[no-any-return]
 
     return attend
 

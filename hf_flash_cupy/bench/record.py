@@ -87,7 +87,8 @@ def _row(content: dict[str, Any]) -> Row:
     fields = {name: value for name, value in content.items() if name not in ("shape", "ratio")}
     if not isinstance(fields["extra_bytes"], dict):
         fields["extra_bytes"] = {"cupy_fa2": fields["extra_bytes"]}
-    return Row(shape=Shape(**content["shape"]), **{"direction": "forward", **fields})
+    shape = Shape(**{**content["shape"], "packed": tuple(content["shape"].get("packed", ()))})  # JSON has lists alone
+    return Row(shape=shape, **{"direction": "forward", **fields})
 
 
 def environment(device: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:

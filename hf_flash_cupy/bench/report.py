@@ -92,8 +92,10 @@ def _shape_cells(row: Row) -> list[str]:
     shape = row.shape
     heads = str(shape.heads) if shape.heads == shape.heads_k else f"{shape.heads}/{shape.heads_k}"
     dims = str(shape.head_dim) if not shape.head_dim_v else f"{shape.head_dim}/{shape.head_dim_v}"
+    dims += f" {shape.dtype}" * (shape.dtype != "bfloat16")
     mask = f"window {shape.window:,}" if shape.window >= 0 else "yes" if shape.causal else "no"
-    return [dims, str(shape.batch), heads, f"{shape.seqlen:,}", mask]
+    length = f"{shape.seqlen:,}" + f" in {len(shape.packed)}" * bool(shape.packed)
+    return [dims, str(shape.batch), heads, length, mask]
 
 
 def _head(rows: list[Row]) -> list[str]:

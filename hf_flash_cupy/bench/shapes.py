@@ -23,6 +23,7 @@ class Shape:
     dtype: str = "bfloat16"
     head_dim_v: int = 0  # 0: head_dim
     window: int = -1  # of a causal row: keys left of its own that it sees, negative: all
+    packed: tuple[int, ...] = ()  # lengths of the sequences that lie end to end in the one entry
 
     @property
     def values_dim(self) -> int:
@@ -34,7 +35,7 @@ class Shape:
         if self.window >= 0:
             seen = min(self.window + 1, self.seqlen)  # by all but the first rows
             return seen * self.seqlen - seen * (seen - 1) / 2
-        return self.seqlen**2 * (0.5 if self.causal else 1.0)
+        return sum(length**2 for length in self.packed or (self.seqlen,)) * (0.5 if self.causal else 1.0)
 
     def flops(self, direction: str) -> float:
         """Useful work as both papers count it (Dao 2023, section 4.1).
@@ -50,6 +51,7 @@ class Shape:
         heads = str(self.heads) if self.heads == self.heads_k else f"{self.heads}/{self.heads_k}"
         sizes = str(self.head_dim) + f"/{self.head_dim_v}" * bool(self.head_dim_v)
         mask = " causal" * self.causal + f" window {self.window}" * (self.window >= 0)
+        mask += f" in {len(self.packed)} sequences" * bool(self.packed)
         return f"B{self.batch} S{self.seqlen} H{heads} D{sizes}{mask} {self.dtype}"
 
 
@@ -84,6 +86,7 @@ def with_heads_k(shapes: Iterable[Shape], heads_k: int) -> list[Shape]:
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _BOTH = (False, True)
 _CELLS = (1024, 4096, 16384)
+_MIXED = (8192, 4096, 2048, 1024, 512, 256, 128, 128)  # 16,384 tokens
 
 PRESETS = {
     "papers": Preset(
@@ -130,15 +133,17 @@ PRESETS = {
         DIRECTIONS,
     ),
     "model-shapes": Preset(
-        "forward passes of models: grouped queries, latent attention, windows, float16",
+        "forward passes of models: grouped queries, latent attention, windows, packed, float16",
         (
             Shape(2, 8192, 32, 8, 128, True),
             Shape(4, 4096, 32, 8, 64, True),
             Shape(4, 4096, 16, 16, 192, True, head_dim_v=128),
             Shape(1, 16384, 16, 16, 128, True, window=1024),
             Shape(1, 16384, 32, 32, 64, True, window=1024),
-            Shape(4, 4096, 16, 16, 128, True, "float16"),
-            Shape(4, 4096, 16, 16, 128, False, "float16"),
+            Shape(1, 16384, 16, 16, 128, True, packed=_MIXED),
+            Shape(1, 16384, 32, 8, 128, True, packed=_MIXED),
+            Shape(1, 16384, 32, 32, 64, True, packed=_MIXED),
+            *(Shape(4, 4096, 16, 16, 128, *mask_dtype) for mask_dtype in product(_BOTH, ("bfloat16", "float16"))),
         ),
         ("forward",),
         ("cupy_fa2", "flash", "cudnn", "fa3", "fa4"),

@@ -153,7 +153,7 @@ PACKINGS = {
     "ragged": ([0, 1, 71, 400, 403], [0, 5, 6, 340, 470]),
     "zero-length": ([0, 0, 120, 304, 304], [0, 25, 42, 51, 81]),
     "no-keys": ([0, 10, 20, 190], [0, 0, 30, 30]),
-    "many": (cumulative([i * 53 % 130 for i in range(100)]), cumulative([i * 71 % 110 for i in range(100)])),
+    "many": (cumulative([i * 53 % 130 for i in range(40)]), cumulative([i * 71 % 110 for i in range(40)])),
     "one-of-many": (cumulative([0] * 70 + [700] + [0] * 40), cumulative([0] * 70 + [550] + [2] * 40)),
     "mixed": (cumulative([900, 3, 64, 191, 192, 193, 1500]), cumulative([900, 3, 64, 191, 192, 193, 1500])),
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -203,8 +205,8 @@ class TestKernels:
         assert described == (kernels.problem_of(shape, "fa2"), kernels.geometry_of(shape))
 
 
-def ncu_row(kernel: int, metric: str, value: str) -> str:
-    return f'"{kernel}","7","fa2","{metric}","byte","{value}"'
+def ncu_row(kernel: int, metric: str, value: str, name: str = "fa2") -> str:
+    return f'"{kernel}","7","{name}","{metric}","byte","{value}"'
 
 
 NCU = "\n".join(
@@ -213,26 +215,52 @@ NCU = "\n".join(
         "torch says hello",
         "==PROF== Disconnected from process 7",
         '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
-        ncu_row(0, "dram__bytes_read.sum", "25,000,448"),
-        ncu_row(0, "dram__bytes_write.sum", "8,000,000"),
-        ncu_row(0, "lts__t_bytes.sum", "100"),
-        ncu_row(1, "dram__bytes_read.sum", "10"),
+        ncu_row(0, "dram__bytes_read.sum", "1", "spin_kernel(long)"),
+        ncu_row(0, "lts__t_bytes.sum", "1", "spin_kernel(long)"),
+        ncu_row(1, "dram__bytes_read.sum", "25,000,448"),
+        ncu_row(1, "dram__bytes_write.sum", "8,000,000"),
+        ncu_row(1, "lts__t_bytes.sum", "100"),
+        ncu_row(2, "dram__bytes_read.sum", "10"),
+        ncu_row(3, "dram__bytes_read.sum", "1", "spin_kernel(long)"),
+        ncu_row(4, "dram__bytes_read.sum", "5"),
+        ncu_row(4, "dram__bytes_write.sum", "6"),
+        ncu_row(4, "lts__t_bytes.sum", "7"),
     )
 )
 
 
 class TestProfiler:
-    def test_the_kernels_of_a_call_are_summed(self) -> None:
-        assert profiler.parse(NCU) == profiler.Counted(25000458.0, 8000000.0, 100.0, 2)
+    def test_the_kernels_of_each_call_are_summed(self) -> None:
+        assert profiler.parse(NCU, 2) == [
+            profiler.Counted(25000458.0, 8000000.0, 100.0, 2),
+            profiler.Counted(5.0, 6.0, 7.0, 1),
+        ]
 
-    @pytest.mark.parametrize("text", ["", "==ERROR== ERR_NVGPUCTRPERM", NCU.partition('"0",')[0]])
+    @pytest.mark.parametrize(
+        "text", ["", "==ERROR== ERR_NVGPUCTRPERM", NCU.partition('"0",')[0], NCU.partition('"4",')[0]]
+    )
     def test_no_figures_is_an_error(self, text: str) -> None:
         with pytest.raises(ValueError, match="no "):
-            profiler.parse(text)
+            profiler.parse(text, 2)
 
     def test_without_ncu_that_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
-        assert profiler.profile(FULL, "cupy_fa2", "forward") == "ncu is not installed"
+        assert profiler.profile(FULL, ["cupy_fa2"], "forward") == "ncu is not installed"
+
+    def test_the_watched_process_runs_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In place of ncu: notes what it is to run, and prints the table above."""
+        ncu, asked = tmp_path / "ncu", tmp_path / "asked"
+        program = f"import pathlib, sys; pathlib.Path({str(asked)!r}).write_text(sys.argv[-1]); print({NCU!r})"
+        ncu.write_text(f"#!{sys.executable}\n{program}\n")
+        ncu.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        names = ["eager", "cupy_fa2"]
+        assert profiler.profile(CAUSAL, names, "backward") == dict(zip(names, profiler.parse(NCU, 2), strict=True))
+        calls = []
+        monkeypatch.setattr(profiler, "launch", calls.append)
+        exec(asked.read_text())
+        assert calls == [(asdict(CAUSAL), tuple(names), "backward")]
+        assert profiler.profile(CAUSAL, ["eager"], "backward") == "ncu: no kernel of some implementation in its table"
 
 
 class TestCommand:

@@ -70,7 +70,7 @@ class TestShapes:
     @pytest.mark.parametrize("window", [0, 5, 40])
     def test_a_window_counts_the_pairs_it_leaves(self, window: int) -> None:
         shape = Shape(1, 30, 2, 1, 16, True, head_dim_v=8, window=window)
-        mask = peers.window_mask(shape, "cpu")
+        mask = peers.dense_mask(shape, "cpu")
         assert mask is not None
         assert shape.pairs == mask.sum()
         assert shape.flops("forward") == 2 * 2 * shape.pairs * (16 + 8)
@@ -172,6 +172,18 @@ class TestMeasurement:
         assert set(row.milliseconds) == {"cupy_fa2", "eager"}
         assert not row.unchecked
         assert "window" in row.failed["flash"]
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_packed_sequences_see_only_themselves(self, causal: bool) -> None:
+        shape = Shape(1, 40, 4, 2, 16, causal, "float32", packed=(17, 1, 22))
+        mask = peers.dense_mask(shape, "cpu")
+        assert mask is not None
+        assert mask.sum() == sum(n * (n + 1) // 2 if causal else n * n for n in shape.packed)
+        assert shape.pairs == (17**2 + 1 + 22**2) * (0.5 if causal else 1)
+        row = Measurement(shape, "cpu", 1, 1.0).row("forward", ["cupy_fa2", "eager", "cudnn", "flex"])
+        assert set(row.milliseconds) == {"cupy_fa2", "eager"}
+        assert not row.unchecked
+        assert all("packed" in reason for reason in row.failed.values())
 
     def test_the_backward_gives_the_gradients_of_the_three_inputs(self) -> None:
         tensors = measure.Tensors.of(TINY, "cpu")

@@ -77,6 +77,7 @@ class TestReport:
     def test_a_record_survives_the_disk(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "record.json"
         original = sample_record()
+        original.rows.append(Row(Shape(1, 40, 4, 2, 16, True, packed=(17, 1, 22)), "forward", {"cupy_fa2": 1.0}))
         original.write(path)
         again = record.read(path)
         assert again == original
