@@ -15,6 +15,8 @@ DEV_STAMP := $(VENV)/.ready-dev-$(HASH)
 PY := $(VENV)/bin/python
 # Kernels and demo files stay in this folder, shared by the evaluation and the tests.
 export HF_FLASH_CUPY_CACHE_DIR ?= $(CURDIR)/.cache
+# Containers often forbid Python to keep its byte code: then each of the tests' many processes compiles all of torch anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 comma := ,
 # A GPU machine takes CuPy with NVRTC as well; on a CPU the kernels are built by the C++ compiler.
