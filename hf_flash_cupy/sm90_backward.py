@@ -47,9 +47,9 @@ def kernel_head_dim(problem: AttentionProblem) -> int:
     return next(size for size in HEAD_DIMS if size >= max(problem.head_dim, problem.head_dim_v))
 
 
-def statistics_bytes(block_m: int) -> int:
-    """RowStatistics::kBytes of cuda_src/fa2/backward_sm90_traits.cuh."""
-    return 8 * block_m + 16
+def statistics_bytes(block_m: int) -> tuple[int, int]:
+    """RowStatistics::kSharedBytes and kBytes of cuda_src/fa2/backward_sm90_traits.cuh."""
+    return 8 * block_m + 16, 16 * block_m + 16
 
 
 def shared_bytes(head_dim: int) -> int:
@@ -60,7 +60,7 @@ def shared_bytes(head_dim: int) -> int:
     ds = _DS_SLOTS * block_m * BLOCK_N * 2
     dq = block_m * head_dim * 4
     barriers = 2 + 4 * _ROW_SLOTS + _DS_SLOTS + 2 * 2
-    return _SLACK + keys_and_values + rows + ds + dq + _ROW_SLOTS * statistics_bytes(block_m) + 8 * barriers
+    return _SLACK + keys_and_values + rows + ds + dq + _ROW_SLOTS * statistics_bytes(block_m)[0] + 8 * barriers
 
 
 def refusal(problem: AttentionProblem, geometry: Geometry) -> str:
@@ -173,7 +173,7 @@ def workspaces(problem: AttentionProblem, geometry: Geometry) -> Workspaces:
     head_dim = kernel_head_dim(problem)
     blocks = num_blocks(problem, geometry)[0] * geometry.num_heads * geometry.batch
     block_m = BLOCK_M[head_dim]
-    return Workspaces(blocks * block_m * head_dim, blocks * statistics_bytes(block_m) // 4)
+    return Workspaces(blocks * block_m * head_dim, blocks * statistics_bytes(block_m)[1] // 4)
 
 
 def heads_per_section(problem: AttentionProblem, geometry: Geometry) -> int:

@@ -35,9 +35,8 @@ class BackwardConsumer {
   __device__ __forceinline__ BackwardConsumer(const BackwardSm90Params& params, const Traits& shared, const WorkTile& keys,
                                               int warpgroup)
       : params_(params.attention),
-        maps_(params),
+        launch_(params),
         shared_(shared),
-        keys_(keys),
         warpgroup_(warpgroup),
         warp_(warp_id() % 4),
         first_key_(keys.m_block * Config::kBlockN + warpgroup * kUnitKeys),
@@ -66,8 +65,9 @@ class BackwardConsumer {
     const int slot = row_slots_.slot();
     wgmma_wait<0>();
     hold_registers(scores_[0]);
+    if (large_) start_by_parts(slot);
     multiply_dp(slot);
-    become_probabilities(slot);
+    become_probabilities();
     Operand p, ds;
     pack(p, scores_[0]);
     multiply_dv(p, slot);
@@ -107,14 +107,17 @@ class BackwardConsumer {
   // Rows of the next block; S and dP start from their statistics. Without `arriving` those are whatever lies there.
   __device__ __forceinline__ void await_rows(bool arriving) {
     const int slot = row_slots_.slot();
-    const SharedPtr mine = shared_.statistics(slot) + lane_id() % 4 * 8;
     if (arriving) mbarrier_wait(shared_.q_loaded(slot), row_slots_.parity());
-    start_from(scores_[0], mine + Statistics::kScoreStarts);
+    start_from(scores_[0], shared_.statistics(slot) + Statistics::kScoreStarts);
+    const Chunk large = load_shared_chunk(shared_.statistics(slot) + Statistics::kLarge);
+    large_ = warp_any((large.words[0] | large.words[1] | large.words[2] | large.words[3]) != 0);
     if (arriving) mbarrier_wait(shared_.dout_loaded(slot), row_slots_.parity());
-    start_from(dp_[0], mine + Statistics::kDpStarts);
+    start_dp(slot);
   }
+  __device__ __forceinline__ void start_dp(int slot) { start_from(dp_[0], shared_.statistics(slot) + Statistics::kDpStarts); }
   // One number a column, the same in all rows.
-  __device__ __forceinline__ static void start_from(float (&products)[kN][4], SharedPtr columns) {
+  __device__ __forceinline__ static void start_from(float (&products)[kN][4], SharedPtr starts) {
+    const SharedPtr columns = starts + column_of(0, 0) * 4;
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
       load_shared(columns + 8 * j * 4, products[j][0], products[j][1]);
@@ -195,41 +198,32 @@ class BackwardConsumer {
   }
 
   // Scores become probabilities: Algorithm 2, line 11.
-  __device__ __forceinline__ void become_probabilities(int slot) {
+  __device__ __forceinline__ void become_probabilities() {
     hide_keys();
-    const Chunk large = load_shared_chunk(shared_.statistics(slot) + Statistics::kLarge);
-    if (warp_any((large.words[0] | large.words[1] | large.words[2] | large.words[3]) != 0)) {
-      from_parts();
-    } else {
-      const float scale = params_.score_scale_log2;
-      for_each_score(scores_, [scale](float s) { return exp2_fast<Element>(s * scale); });
-    }
+    const float scale = params_.score_scale_log2;
+    for_each_score(scores_, [scale](float s) { return exp2_fast<Element>(s * scale); });
   }
 
-  // Where the rounding of lse would show: see probabilities_by_parts(), whose rows are columns here.
-  __device__ __forceinline__ void from_parts() {
+  // Where the rounding of lse would show, see probabilities_by_parts(): rows that are large started from 0, the parts of others are.
+  // dP's starts are read again, so that their registers are free in between.
+  __device__ __forceinline__ void start_by_parts(int slot) {
     constexpr float kLarge = 16777216.0f;  // 2^24: where the forward pass scales first, too
-    const float scale = params_.score_scale_log2;
-    const int first_row = rows_.m_block() * Config::kBlockM;
-    const int64 first = keys_.entry * params_.lse_batch_stride + rows_.head() * params_.lse_head_stride + first_row;
+    const float scale = params_.score_scale_log2, inverse_scale = reciprocal_fast(scale);
+    const float* parts = launch_.row_statistics + (rows_.place() * Statistics::kBytes + Statistics::kMaxima) / 4;
 #pragma unroll
     for (int j = 0; j < kN; ++j)
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        const int row = column_of(j, column);
-        const bool exists = first_row + row < params_.seqlen_q;
-        const bool large = exists && is_large<Element>(params_.lse[first + row]);
-        const float maximum = large ? params_.row_max[first + row] : 0.0f;
-        const float inverse = large ? reciprocal_fast(params_.row_sum[first + row]) : 1.0f;
+        const float maximum = parts[column_of(j, column)], log2_sum = parts[Config::kBlockM + column_of(j, column)];
 #pragma unroll
         for (int e = column; e < 4; e += 2) {
           float& score = scores_[0][j][e];
-          const bool scale_first = abs_float(maximum) > kLarge;
-          const float logit =
-              scale_first ? multiply(score, scale) - maximum : fused_multiply_add(score, scale, -maximum);
-          score = exp2_fast<Element>(logit) * inverse;
+          const float logit = abs_float(maximum) > kLarge ? multiply(score, scale) - maximum
+                                                          : fused_multiply_add(score, scale, -maximum);
+          score = (logit - log2_sum) * inverse_scale;
         }
       }
+    start_dp(slot);
   }
 
   // Keys beyond the end, whose lse-scaled zeros could be infinite, and those beyond the diagonal.
@@ -239,12 +233,14 @@ class BackwardConsumer {
     bool some = first_key_ + kUnitKeys > params_.seqlen_k;
     if constexpr (Config::kCausal) some = some || first_row + diagonal < first_key_ + kUnitKeys - 1;
     if (!some) return;
+    const int thread = in_place(thread_id()) % kWarpgroupSize;  // here, rather than in registers of every step
+    const int row = thread / kWarpSize * 16 + thread % kWarpSize / 4, column = thread % 4 * 2;  // row_of, column_of
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = first_key_ + 16 * warp_ + row_of(0, 2 * half);
+      const int key = first_key_ + row + 8 * half;
       int hidden = Config::kCausal ? key - diagonal - first_row : 0;  // rows of the block that do not see the key
       if (key >= params_.seqlen_k) hidden = Config::kBlockM;
-      hidden -= column_of(0, 0);
+      hidden -= column;
 #pragma unroll
       for (int j = 0; j < kN; ++j)
 #pragma unroll
@@ -287,7 +283,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void stage(const float (&dq)[Traits::kNQ][4]) {
     mbarrier_wait(shared_.dq_read(warpgroup_), staged_.parity() ^ 1);
     staged_.advance();
-    const SharedPtr mine = shared_.dq(warpgroup_) + thread_id() % kWarpgroupSize * 16;
+    const SharedPtr mine = shared_.dq(warpgroup_) + in_place(thread_id()) % kWarpgroupSize * 16;
 #pragma unroll
     for (int j = 0; j < Traits::kNQ; ++j) {
       const Chunk four{{float_bits(dq[j][0]), float_bits(dq[j][1]), float_bits(dq[j][2]), float_bits(dq[j][3])}};
@@ -316,21 +312,21 @@ class BackwardConsumer {
     fence_async_proxy();
     sync_warp();
     if (lane_id() != 0) return;
-    const int first_key = keys_.m_block * Config::kBlockN + row;
+    const WorkTile keys = key_work_tile(params_, in_place(block_id()));  // again, rather than registers
+    const int first_key = keys.m_block * Config::kBlockN + row;
 #pragma unroll
     for (int panel = 0; panel < TileK::kPanels; ++panel) {
       const int offset = panel * TileK::kPanelBytes + row * kPanelRowBytes, column = panel * kPanelColumns;
-      tma_store(maps_.dk, shared_.k().base + offset, column, first_key, keys_.head, keys_.entry);
-      tma_store(maps_.dv, shared_.v().base + offset, column, first_key, keys_.head, keys_.entry);
+      tma_store(launch_.dk, shared_.k().base + offset, column, first_key, keys.head, keys.entry);
+      tma_store(launch_.dv, shared_.v().base + offset, column, first_key, keys.head, keys.entry);
     }
     tma_store_commit();
     tma_store_wait();
   }
 
   const AttentionParams& params_;
-  const BackwardSm90Params& maps_;
+  const BackwardSm90Params& launch_;
   const Traits shared_;
-  const WorkTile keys_;
   const int warpgroup_;
   const int warp_;  // of the warpgroup
   const int first_key_;  // of the warpgroup
@@ -339,6 +335,7 @@ class BackwardConsumer {
   Ring<Traits::kRowSlots> row_slots_;
   Ring<Traits::kDsSlots> ds_slots_;  // of the block before
   Ring<1> staged_;
+  bool large_ = false;  // some row of the block is
   float scores_[1][kN][4];  // S, then P: keys by rows
   float dp_[1][kN][4];      // dP - delta, then dS
   float dk_[1][Traits::kND][4];

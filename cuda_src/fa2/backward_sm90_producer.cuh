@@ -19,21 +19,21 @@ __device__ __forceinline__ void load_rows_of_keys(const BackwardSm90Params& para
   const int first_key = keys.m_block * Config::kBlockN;
   load_panels(shared.k(), params.k, shared.k_loaded(), first_key, keys.head, keys.entry);
   RowBlocks<Config> rows(params.attention, keys);
+  int head = keys.head * (params.attention.num_heads / params.attention.num_heads_k);
   Ring<BackwardSm90Traits<Config>::kRowSlots> ring;
   for (int i = 0; i < rows.count(); ++i) {
     const int slot = ring.slot(), first_row = rows.m_block() * Config::kBlockM;
-    const int64 block = rows.place(params.attention, keys.entry, rows.head(), rows.m_block());
-    const char* statistics = reinterpret_cast<const char*>(params.row_statistics) + block * Statistics::kBytes;
+    const char* statistics = reinterpret_cast<const char*>(params.row_statistics) + rows.place() * Statistics::kBytes;
     mbarrier_wait(shared.q_released(slot), ring.parity() ^ 1);
-    load_panels(shared.q(slot), params.q, shared.q_loaded(slot), first_row, rows.head(), keys.entry);
+    load_panels(shared.q(slot), params.q, shared.q_loaded(slot), first_row, head, keys.entry);
     load_statistics(shared.statistics(slot), statistics, Statistics::kScoreBytes, shared.q_loaded(slot));
     if (i == 0) load_panels(shared.v(), params.v, shared.v_loaded(), first_key, keys.head, keys.entry);
     mbarrier_wait(shared.dout_released(slot), ring.parity() ^ 1);
-    load_panels(shared.dout(slot), params.dout, shared.dout_loaded(slot), first_row, rows.head(), keys.entry);
+    load_panels(shared.dout(slot), params.dout, shared.dout_loaded(slot), first_row, head, keys.entry);
     load_statistics(shared.statistics(slot) + Statistics::kDpStarts, statistics + Statistics::kDpStarts, Statistics::kDpBytes,
                     shared.dout_loaded(slot));
     ring.advance();
-    rows.advance();
+    head += rows.advance();
   }
 }
 
@@ -49,8 +49,7 @@ __device__ __forceinline__ void add_dq(const BackwardSm90Params& params, Backwar
     mbarrier_wait(shared.dq_staged(warpgroup), ring.parity());
     ring.advance();
     if (i > 0) {
-      const int64 block = rows.place(params.attention, keys.entry, rows.head(), rows.m_block());
-      bulk_add(params.attention.dq_accum + (block * Traits::kWarpgroups + warpgroup) * kFloats, shared.dq(warpgroup),
+      bulk_add(params.attention.dq_accum + (rows.place() * Traits::kWarpgroups + warpgroup) * kFloats, shared.dq(warpgroup),
                Traits::kDqBytes);
       tma_store_commit();
       tma_store_wait_read();

@@ -50,6 +50,9 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
     starts[Statistics::kScoreStarts / 4 + row] =
         large ? 0.0f : sees_none ? lse : -(lse * (1.0f / kLn2)) / params.score_scale_log2;
     starts[Statistics::kDpStarts / 4 + row] = -delta;
+    starts[Statistics::kMaxima / 4 + row] = large ? params.row_max[statistics + row] : 0.0f;
+    starts[Statistics::kMaxima / 4 + Config::kBlockM + row] =
+        large ? natural_log(params.row_sum[statistics + row]) * (1.0f / kLn2) : 0.0f;
   }
   some_large = warp_any(some_large);
   if (lane_id() == 0) starts[Statistics::kLarge / 4 + warp_id()] = bits_float(some_large);

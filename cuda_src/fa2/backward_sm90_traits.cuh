@@ -35,7 +35,9 @@ struct RowStatistics {
   static constexpr int kScoreStarts = 0;          // bytes: kBlockM floats
   static constexpr int kLarge = 4 * kBlockM;      // four words, non-zero where some row's lse is_large(), which starts from 0
   static constexpr int kDpStarts = kLarge + 16;   // kBlockM floats
-  static constexpr int kBytes = kDpStarts + 4 * kBlockM;
+  static constexpr int kSharedBytes = kDpStarts + 4 * kBlockM;
+  static constexpr int kMaxima = kSharedBytes;    // row_max, and log2 of row_sum, where lse is_large(), else 0: only of need
+  static constexpr int kBytes = kMaxima + 8 * kBlockM;
   static constexpr int kScoreBytes = kDpStarts, kDpBytes = 4 * kBlockM;  // the parts that come with q and with dout
 };
 
@@ -102,7 +104,7 @@ struct BackwardSm90Traits {
   static constexpr int kDq = kDs + kDsSlots * TileDs::kBytes;
   static constexpr int kDqBytes = Config::kBlockM * Config::kHeadDim * 4 / kWarpgroups;  // of a warpgroup
   static constexpr int kStatistics = kDq + kWarpgroups * kDqBytes;
-  static constexpr int kBarriers = kStatistics + kRowSlots * Statistics::kBytes;
+  static constexpr int kBarriers = kStatistics + kRowSlots * Statistics::kSharedBytes;
   static constexpr int kNumBarriers = 2 + 4 * kRowSlots + kDsSlots + 2 * kWarpgroups;
   static constexpr int kSharedBytes = kSlack + kBarriers + 8 * kNumBarriers;
 
@@ -117,7 +119,7 @@ struct BackwardSm90Traits {
   __device__ __forceinline__ TileQ q(int slot) const { return {base + q_offset(slot)}; }
   __device__ __forceinline__ TileQ dout(int slot) const { return {base + dout_offset(slot)}; }
   __device__ __forceinline__ SharedPtr dq(int warpgroup) const { return base + (kDq + warpgroup * kDqBytes); }
-  __device__ __forceinline__ SharedPtr statistics(int slot) const { return base + (kStatistics + slot * Statistics::kBytes); }
+  __device__ __forceinline__ SharedPtr statistics(int slot) const { return base + (kStatistics + slot * Statistics::kSharedBytes); }
 
   __device__ __forceinline__ SharedPtr k_loaded() const { return barrier(0); }
   __device__ __forceinline__ SharedPtr v_loaded() const { return barrier(1); }
@@ -167,26 +169,29 @@ class RowBlocks {
       const int diagonal = params.seqlen_k - params.seqlen_q + params.window_right;  // row i sees keys up to i + diagonal
       first_ = max(keys.m_block * Config::kBlockN - diagonal, 0) / Config::kBlockM;  // the last row sees every key
     }
-    head_ = keys.head * group;
     m_block_ = first_;
+    place_ = place(params, keys.entry, keys.head * group, first_);
     count_ = group * (end_ - first_);
   }
   __device__ __forceinline__ int count() const { return count_; }
-  __device__ __forceinline__ int head() const { return head_; }
   __device__ __forceinline__ int m_block() const { return m_block_; }
-  __device__ __forceinline__ void advance() {
-    if (++m_block_ < end_) return;
+  __device__ __forceinline__ int64 place() const { return place_; }
+  // Returns whether the next block is the first of another head.
+  __device__ __forceinline__ bool advance() {
+    ++place_;
+    if (++m_block_ < end_) return false;
     m_block_ = first_;
-    ++head_;
+    place_ += first_;
+    return true;
   }
 
-  // The block's place among all of the launch.
-  __device__ __forceinline__ static int64 place(const AttentionParams& params, int entry, int head, int m_block) {
-    return (int64(entry) * params.num_heads + head) * params.num_m_blocks + m_block;
+  // A block's number among all of the launch.
+  __device__ __forceinline__ static int place(const AttentionParams& params, int entry, int head, int m_block) {
+    return (entry * params.num_heads + head) * params.num_m_blocks + m_block;
   }
 
  private:
-  int end_, first_ = 0, head_, m_block_, count_;
+  int end_, first_ = 0, m_block_, place_, count_;
 };
 
 }  // namespace hfc
