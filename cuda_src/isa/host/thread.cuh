@@ -122,6 +122,10 @@ __device__ __forceinline__ T read(const void* source) {
 
 __device__ __forceinline__ int load_shared_int(SharedPtr address) { return read<int>(address); }
 __device__ __forceinline__ uint32 load_shared(SharedPtr address) { return read<uint32>(address); }
+__device__ __forceinline__ void load_shared(SharedPtr address, float& x, float& y) {
+  x = read<float>(address);
+  y = read<float>(address + 4);
+}
 __device__ __forceinline__ Chunk load_shared_chunk(SharedPtr address) { return read<Chunk>(address); }
 template <typename T>
 __device__ __forceinline__ void write_shared(SharedPtr address, const T& value) {

@@ -5,6 +5,7 @@
 
 #include "common/types.cuh"
 #include "mbarrier.cuh"
+#include "reduce.cuh"
 #include "thread.cuh"
 
 namespace hfc {
@@ -32,13 +33,16 @@ struct BoxPlace {
 
 inline int64 box_bytes(const TensorMap& map) { return kBoxRowBytes * map.box[1]; }
 
-// The offset of a box in shared memory.
-inline std::ptrdiff_t box_offset(const TensorMap& map, SharedPtr place) {
+inline std::ptrdiff_t shared_offset(SharedPtr place, int64 bytes, int alignment) {
   const std::ptrdiff_t offset = place - shared_base();
-  if (map.box[0] * map.element_bytes != kBoxRowBytes) Block::current->fail("a swizzled box has rows of 128 bytes");
-  if (offset % 128 != 0 || offset < 0 || offset + box_bytes(map) > std::ptrdiff_t(Block::current->memory().bytes()))
-    Block::current->fail("a box lies on a multiple of 128 bytes of shared memory, not at", offset);
+  if (offset % alignment != 0 || offset < 0 || offset + bytes > std::ptrdiff_t(Block::current->memory().bytes()))
+    Block::current->fail("the copy engine takes shared memory on multiples of " + std::to_string(alignment) + " bytes, not at",
+                         offset);
   return offset;
+}
+inline std::ptrdiff_t box_offset(const TensorMap& map, SharedPtr place) {
+  if (map.box[0] * map.element_bytes != kBoxRowBytes) Block::current->fail("a swizzled box has rows of 128 bytes");
+  return shared_offset(place, box_bytes(map), kBoxRowBytes);
 }
 
 // visit(offset in shared memory, address in device memory, bytes of these 16 that the tensor has) for each chunk of a box.
@@ -62,33 +66,61 @@ inline void visit_box(const TensorMap& map, std::ptrdiff_t offset, const BoxPlac
 
 }  // namespace host
 
-// What lay in shared memory is lost at once, what is copied comes as late as can be.
+namespace host {
+
+// What lay in shared memory is lost at once, what is copied comes as late as can be. copy(memory): to both of its views.
+template <typename Copy>
+inline void start_load(std::ptrdiff_t offset, int bytes, SharedPtr barrier, Copy copy) {
+  SharedMemory& memory = Block::current->memory();
+  std::memset(memory.base() + offset, 0xff, bytes);
+  std::memset(memory.async(offset), 0xff, bytes);
+  Block::current->later([=, &memory] {
+    copy(memory);
+    mbarrier_count(barrier, 0, -bytes);
+  });
+}
+
+// copy(memory): from what the copy engine sees, when the calling thread waits for it.
+template <typename Copy>
+inline void start_store(Copy copy) {
+  SharedMemory& memory = Block::current->memory();
+  Block::current->stores().push_back({thread_id(), false, [=, &memory] { copy(memory); }});
+}
+
+}  // namespace host
+
 inline void tma_load(SharedPtr target, const TensorMap& map, SharedPtr barrier, int column, int row, int head, int entry) {
-  host::SharedMemory& memory = host::Block::current->memory();
   const std::ptrdiff_t offset = host::box_offset(map, target);
-  std::memset(memory.base() + offset, 0xff, host::box_bytes(map));
-  std::memset(memory.async(offset), 0xff, host::box_bytes(map));
   const host::BoxPlace place{column, row, head, entry};
-  host::Block::current->later([&memory, &map, offset, barrier, place] {
+  host::start_load(offset, int(host::box_bytes(map)), barrier, [=, &map](host::SharedMemory& memory) {
     host::visit_box(map, offset, place, [&](std::ptrdiff_t to, const char* from, int64 bytes) {
       std::memset(memory.base() + to, 0, 16);
       std::memcpy(memory.base() + to, from, bytes);
       std::memcpy(memory.async(to), memory.base() + to, 16);
     });
-    host::mbarrier_count(barrier, 0, -int(host::box_bytes(map)));
+  });
+}
+inline void bulk_load(SharedPtr target, const void* source, int bytes, SharedPtr barrier) {
+  const std::ptrdiff_t offset = host::shared_offset(target, bytes, 16);
+  host::start_load(offset, bytes, barrier, [=](host::SharedMemory& memory) {
+    std::memcpy(memory.base() + offset, source, bytes);
+    std::memcpy(memory.async(offset), source, bytes);
   });
 }
 
-// Shared memory is read when the calling thread waits for that.
 inline void tma_store(const TensorMap& map, SharedPtr source, int column, int row, int head, int entry) {
-  host::SharedMemory& memory = host::Block::current->memory();
   const std::ptrdiff_t offset = host::box_offset(map, source);
   const host::BoxPlace place{column, row, head, entry};
-  host::Block::current->stores().push_back(
-      {thread_id(), false, [&memory, &map, offset, place] {
-         host::visit_box(map, offset, place,
-                         [&](std::ptrdiff_t from, char* to, int64 bytes) { std::memcpy(to, memory.async(from), bytes); });
-       }});
+  host::start_store([=, &map](host::SharedMemory& memory) {
+    host::visit_box(map, offset, place,
+                    [&](std::ptrdiff_t from, char* to, int64 bytes) { std::memcpy(to, memory.async(from), bytes); });
+  });
+}
+inline void bulk_add(float* target, SharedPtr source, int bytes) {
+  const std::ptrdiff_t offset = host::shared_offset(source, bytes, 16);
+  host::start_store([=](host::SharedMemory& memory) {
+    for (int i = 0; i < bytes / 4; ++i) reduce_add(target + i, {read<float>(memory.async(offset + 4 * i))});
+  });
 }
 inline void tma_store_commit() {
   for (host::PendingStore& store : host::Block::current->stores())

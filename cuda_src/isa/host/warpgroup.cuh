@@ -32,17 +32,35 @@ inline void increase_registers() {}
 inline void named_barrier_sync(int id, int threads) { host::Block::current->sync_at(id, threads); }
 inline void named_barrier_arrive(int id, int threads) { host::Block::current->arrive_at(id, threads); }
 
-inline void stmatrix(SharedPtr row, const uint32 (&r)[4]) {
+namespace host {
+
+// Lanes 8i to 8i + 7 name the rows of matrix i: those of row(lane) become the calling lane's.
+template <typename Row>
+inline void exchange_rows(SharedPtr mine, SharedPtr (&rows)[4], Row row) {
   struct Lane {
-    SharedPtr row;        // of the 32 of four matrices, the one it names
-    SharedPtr place[4];   // where it writes
-  } mine{row, {}};
-  host::Block::current->warp_collective(&mine, [](void** lanes) {
-    for (int lane = 0; lane < kWarpSize; ++lane)
-      for (int i = 0; i < 4; ++i)
-        static_cast<Lane*>(lanes[lane])->place[i] = static_cast<Lane*>(lanes[8 * i + lane / 4])->row + lane % 4 * 4;
+    SharedPtr named;
+    SharedPtr* wanted;
+  } lane{mine, rows};
+  Block::current->warp_collective(&lane, [row](void** lanes) {
+    for (int i = 0; i < kWarpSize; ++i)
+      for (int matrix = 0; matrix < 4; ++matrix)
+        static_cast<Lane*>(lanes[i])->wanted[matrix] = static_cast<Lane*>(lanes[8 * matrix + row(i)])->named;
   });
-  for (int i = 0; i < 4; ++i) store_shared(mine.place[i], r[i]);
+}
+
+}  // namespace host
+
+inline void stmatrix(SharedPtr row, const uint32 (&r)[4]) {
+  SharedPtr rows[4];
+  host::exchange_rows(row, rows, [](int lane) { return lane / 4; });
+  for (int i = 0; i < 4; ++i) store_shared(rows[i] + lane_id() % 4 * 4, r[i]);
+}
+inline void stmatrix_transposed(SharedPtr row, const uint32 (&r)[4]) {
+  for (int half = 0; half < 2; ++half) {
+    SharedPtr rows[4];
+    host::exchange_rows(row, rows, [half](int lane) { return lane % 4 * 2 + half; });
+    for (int i = 0; i < 4; ++i) write_shared(rows[i] + lane_id() / 4 * 2, uint16(r[i] >> 16 * half));
+  }
 }
 
 }  // namespace hfc

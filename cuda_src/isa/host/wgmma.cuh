@@ -176,4 +176,9 @@ inline void wgmma_registers(float (&d)[kTiles][4], const uint32 (&a)[4], int64 b
   host::start_product({host::multiply_rows<Element, kTiles, false, true>, 0, b, true}, d[0], kTiles, a);
 }
 
+template <typename Element, bool kAccumulate, int kTiles>
+inline void wgmma_columns(float (&d)[kTiles][4], int64 a, int64 b) {
+  host::start_product({host::multiply_rows<Element, kTiles, true, false>, a, b, kAccumulate}, d[0], kTiles, nullptr);
+}
+
 }  // namespace hfc
