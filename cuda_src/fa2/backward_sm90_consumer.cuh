@@ -13,8 +13,8 @@
 
 #include "attn/gradient.cuh"
 #include "fa2/backward_sm90_traits.cuh"
-#include "isa/ptx/warpgroup.cuh"
-#include "isa/ptx/wgmma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
 #include "tile/fragment.cuh"
 
 namespace hfc {

@@ -5,8 +5,8 @@
 #include "common/math.cuh"
 #include "common/params.cuh"
 #include "isa.cuh"
-#include "isa/ptx/mbarrier.cuh"
-#include "isa/ptx/tma.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
 #include "tile/panels.cuh"
 #include "tile/ring.cuh"
 
@@ -108,7 +108,7 @@ struct BackwardSm90Traits {
   static constexpr int kNumBarriers = 2 + 4 * kRowSlots + kDsSlots + 2 * kWarpgroups;
   static constexpr int kSharedBytes = kSlack + kBarriers + 8 * kNumBarriers;
 
-  SharedPtr base = (shared_base() + (kAlignment - 1)) & ~SharedPtr(kAlignment - 1);
+  SharedPtr base = align_up(shared_base(), kAlignment);
 
   __device__ __forceinline__ static int q_offset(int slot) { return kQ + slot * TileQ::kBytes; }
   __device__ __forceinline__ static int dout_offset(int slot) { return kDout + slot * TileQ::kBytes; }

@@ -8,8 +8,8 @@
 #include "attn/tile_scheduler.cuh"
 #include "common/math.cuh"
 #include "fa2/forward_sm90_traits.cuh"
-#include "isa/ptx/atomic.cuh"
-#include "isa/ptx/warpgroup.cuh"
+#include "atomic.cuh"
+#include "warpgroup.cuh"
 
 namespace hfc {
 

@@ -3,9 +3,9 @@
 
 #include "common/math.cuh"
 #include "isa.cuh"
-#include "isa/ptx/mbarrier.cuh"
-#include "isa/ptx/tma.cuh"
-#include "isa/ptx/warpgroup.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
 #include "tile/fragment.cuh"
 
 namespace hfc {
