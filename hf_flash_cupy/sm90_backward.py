@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,7 +18,7 @@ from .plans import Geometry, gradient_strides
 from .problem import AttentionProblem, DType, KernelConfig, Tile
 from .tensormap import TensorBox
 
-ENABLED = False  # whether calls take these kernels: not before they have been tested on a GPU
+ENABLED = False  # whether calls on a GPU take these kernels: not before they have been tested on one
 
 HEAD_DIMS = (64, 128)  # of the kernels. Any other is padded with zeros up to the next, by the copy engine.
 MIN_HEAD_DIM = 48  # below, more of a tile would be padding than not
@@ -28,18 +28,9 @@ BLOCK_N = 128  # keys of a thread block: 64 for each of two warpgroups
 # leave half the rows.
 BLOCK_M = {64: 128, 128: 64}
 _LOAD_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # of a thread: 65,536 in all
-_WARPS = 8  # that compute
 _STORE_ROWS = 16  # rows of dk and dv that a warp stores at once
 _ROW_SLOTS, _DS_SLOTS, _SLACK = 2, 3, 768  # kRowSlots, kDsSlots, kSlack
 _LEAST_SCALE = 2.0**-64  # a smaller one takes lse, in units of a product, out of float32's range
-
-
-@dataclass(frozen=True, slots=True)
-class Workspaces:
-    """Floats that the kernels share, by their names in the plan's call; uninitialised."""
-
-    dq_accum: int
-    row_statistics: int
 
 
 def kernel_head_dim(problem: AttentionProblem) -> int:
@@ -104,11 +95,14 @@ def refusal_of_problem(problem: AttentionProblem) -> str:
 
 
 @lru_cache(maxsize=4096)
-def select(problem: AttentionProblem, geometry: Geometry) -> dict[str, KernelConfig] | None:
-    """The kernels that serve a backward call, in the order they run; None where those of mma.sync do."""
+def select(problem: AttentionProblem, geometry: Geometry, arch: str = sm90.ARCH) -> dict[str, KernelConfig] | None:
+    """The kernels that serve a backward call, in the order they run; None where those of mma.sync do.
+
+    ``arch``: that of Hopper, or "host".
+    """
     if refusal(problem, geometry):
         return None
-    return configs(problem.dtype, kernel_head_dim(problem), is_causal(geometry))
+    return configs(problem.dtype, kernel_head_dim(problem), is_causal(geometry), arch)
 
 
 def is_causal(geometry: Geometry) -> bool:
@@ -116,40 +110,34 @@ def is_causal(geometry: Geometry) -> bool:
     return 0 <= geometry.window[1] < geometry.seqlen_q - 1
 
 
-def configs(dtype: DType, head_dim: int, causal: bool) -> dict[str, KernelConfig]:
+def configs(dtype: DType, head_dim: int, causal: bool, arch: str = sm90.ARCH) -> dict[str, KernelConfig]:
     """The kernels of one backward pass in the order they run, by name; ``head_dim`` of HEAD_DIMS."""
-    block_m = BLOCK_M[head_dim]
-    return {
-        "prepare": _config("fa2_backward_sm90_prepare", "rows", dtype, head_dim, causal=False, warps=4, shared=0),
-        "main": _config("fa2_backward_sm90", "", dtype, head_dim, causal, _WARPS, shared_bytes(head_dim)),
-        "finish": _config(
-            *("fa2_backward_sm90_finish", "rows", dtype, head_dim),
-            **{"causal": False, "warps": _WARPS, "shared": block_m * head_dim * 2},
-        ),
+    rows, tile_bytes = "fa2/backward_sm90_rows.cuh", BLOCK_M[head_dim] * head_dim * 2
+    kernels = {  # include, whether it knows of the mask, threads, shared memory
+        "prepare": ("fa2_backward_sm90_prepare", rows, False, 128, 0),
+        "main": ("fa2_backward_sm90", "fa2/backward_sm90.cuh", causal, 384, shared_bytes(head_dim)),
+        "finish": ("fa2_backward_sm90_finish", rows, False, 256, tile_bytes),
     }
+    return {part: _config(*numbers, dtype, head_dim, arch) for part, numbers in kernels.items()}
 
 
 def _config(
-    kernel: str, file: str, dtype: DType, head_dim: int, causal: bool, warps: int, shared: int
+    kernel: str, include: str, causal: bool, threads: int, shared: int, dtype: DType, head_dim: int, arch: str
 ) -> KernelConfig:
-    tile = Tile(block_m=BLOCK_M[head_dim], block_n=BLOCK_N, num_warps=warps, stages=_ROW_SLOTS, min_blocks=1)
+    tile = Tile(BLOCK_M[head_dim], BLOCK_N, num_warps=threads // 32, stages=_ROW_SLOTS, min_blocks=1)
     problem = AttentionProblem(dtype, head_dim, head_dim, 1, vector=True)
-    name = kernel_name(
-        *(kernel, problem, f"m{tile.block_m}_n{tile.block_n}" + "_causal" * causal, sm90.ARCH, (head_dim, head_dim))
-    )
+    numbers = f"m{tile.block_m}_n{tile.block_n}" + "_causal" * causal
+    sizes = (head_dim, head_dim)
+    name = kernel_name(kernel, problem, numbers, arch, sizes)
     constants = (
-        ("int kNumWarps", str(warps)),
+        ("int kNumWarps", str(tile.num_warps)),
         ("int kRowChunks", "1"),
         ("bool kCausal", "true" if causal else "false"),
         ("int kLoadRegisters", str(_LOAD_REGISTERS)),
         ("int kComputeRegisters", str(_COMPUTE_REGISTERS)),
     )
-    include = "fa2/backward_sm90" + "_rows" * (file == "rows") + ".cuh"
-    made = kernel_config(
-        kernel, name, include, problem, sm90.ARCH, tile, (head_dim, head_dim), constants, shared
-    )
-    threads = 128 + 32 * warps if kernel == "fa2_backward_sm90" else 32 * warps
-    return replace(made, params="BackwardSm90Params", num_threads=threads)
+    made = kernel_config(kernel, name, include, problem, arch, tile, sizes, constants, shared)
+    return replace(made, params="BackwardSm90Params")
 
 
 def reachable_configs() -> Iterator[KernelConfig]:
@@ -168,12 +156,12 @@ def num_blocks(problem: AttentionProblem, geometry: Geometry) -> tuple[int, int]
     return -(-geometry.seqlen_q // BLOCK_M[kernel_head_dim(problem)]), -(-geometry.seqlen_k // BLOCK_N)
 
 
-def workspaces(problem: AttentionProblem, geometry: Geometry) -> Workspaces:
-    """What a call must bring."""
+def workspaces(problem: AttentionProblem, geometry: Geometry) -> dict[str, int]:
+    """Elements of 4 bytes that the kernels share, by their names in the plan's call."""
     head_dim = kernel_head_dim(problem)
-    blocks = num_blocks(problem, geometry)[0] * geometry.num_heads * geometry.batch
     block_m = BLOCK_M[head_dim]
-    return Workspaces(blocks * block_m * head_dim, blocks * statistics_bytes(block_m)[1] // 4)
+    blocks = num_blocks(problem, geometry)[0] * geometry.num_heads * geometry.batch
+    return {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * statistics_bytes(block_m)[1] // 4}
 
 
 def heads_per_section(problem: AttentionProblem, geometry: Geometry) -> int:
@@ -206,8 +194,9 @@ def boxes(problem: AttentionProblem, geometry: Geometry) -> dict[str, TensorBox]
     }
 
 
-def select_on(
-    device: torch.device, problem: AttentionProblem, geometry: Geometry
-) -> dict[str, KernelConfig] | None:
+def select_on(device: torch.device, problem: AttentionProblem, geometry: Geometry) -> dict[str, KernelConfig] | None:
     """The kernels for a call on ``device``, None where others serve it."""
-    return select(problem, geometry) if ENABLED and sm90.serves(device) else None
+    on_host = device.type == "cpu"
+    if not sm90.serves(device) or not (ENABLED or on_host):
+        return None
+    return select(problem, geometry, "host" if on_host else sm90.ARCH)

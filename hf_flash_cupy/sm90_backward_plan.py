@@ -42,9 +42,10 @@ class BackwardSm90Plan:
         self._words = memoryview(params.view(np.uint8).data).cast("Q")
         self._num_tiles = _ATTENTION + _num_tiles_word()
         self._boxes = sm90_backward.boxes(problem, geometry)
+        on_host = device.type == "cpu"
         for name, box in self._boxes.items():
-            self._write_map(name, tensormap.encode(box))
-        self._patched = tensormap.address_is_a_word()
+            self._write_map(name, tensormap.host_words(box) if on_host else tensormap.encode(box))
+        self._patched = on_host or tensormap.address_is_a_word()
         rows = m_blocks * geometry.num_heads * geometry.batch
         keys = n_blocks * geometry.num_heads_k * geometry.batch
         tiles = {"prepare": rows, "main": keys, "finish": rows}

@@ -28,7 +28,7 @@ class BackwardConsumer {
   using TileDs = typename Traits::TileDs;
   using Statistics = typename Traits::Statistics;
   static constexpr int kN = Traits::kN;
-  static constexpr int kSteps = Config::kBlockM / 16;   // of a product over the rows
+  static constexpr int kSteps = Config::kBlockM / 16;  // of a product over the rows
   using Operand = uint32[kSteps][4];  // P or dS, as A of a product over the rows
 
  public:
@@ -218,8 +218,8 @@ class BackwardConsumer {
 #pragma unroll
         for (int e = column; e < 4; e += 2) {
           float& score = scores_[0][j][e];
-          const float logit = abs_float(maximum) > kLarge ? multiply(score, scale) - maximum
-                                                          : fused_multiply_add(score, scale, -maximum);
+          const float logit =
+              abs_float(maximum) > kLarge ? multiply(score, scale) - maximum : fused_multiply_add(score, scale, -maximum);
           score = (logit - log2_sum) * inverse_scale;
         }
       }
@@ -270,8 +270,7 @@ class BackwardConsumer {
     mbarrier_wait(shared_.ds_written(late), ds_slots_.parity());  // who writes on has also left the block before that one
     ds_slots_.advance();
     const int slot = ds_slots_.slot();
-    const SharedPtr place =
-        transposed_place(shared_.base + (Traits::ds_offset(slot) + warpgroup_ * TileDs::kPanelBytes), warp_);
+    const SharedPtr place = transposed_place(shared_.base + (Traits::ds_offset(slot) + warpgroup_ * TileDs::kPanelBytes), warp_);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) stmatrix_transposed(place + 16 * k * kPanelRowBytes, ds[k]);
     fence_async_proxy();
@@ -337,7 +336,7 @@ class BackwardConsumer {
   Ring<1> staged_;
   bool large_ = false;  // some row of the block is
   float scores_[1][kN][4];  // S, then P: keys by rows
-  float dp_[1][kN][4];      // dP - delta, then dS
+  float dp_[1][kN][4];  // dP - delta, then dS
   float dk_[1][Traits::kND][4];
   float dv_[1][Traits::kND][4];
 };

@@ -47,8 +47,9 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
     const bool large = is_large<Element>(lse);
     some_large |= large;
     const bool sees_none = lse == bits_float(0xff800000u);
-    starts[Statistics::kScoreStarts / 4 + row] =
-        large ? 0.0f : sees_none ? lse : -(lse * (1.0f / kLn2)) / params.score_scale_log2;
+    starts[Statistics::kScoreStarts / 4 + row] = large       ? 0.0f
+                                                 : sees_none ? lse
+                                                             : -(lse * (1.0f / kLn2)) / params.score_scale_log2;
     starts[Statistics::kDpStarts / 4 + row] = -delta;
     starts[Statistics::kMaxima / 4 + row] = large ? params.row_max[statistics + row] : 0.0f;
     starts[Statistics::kMaxima / 4 + Config::kBlockM + row] =
@@ -71,8 +72,8 @@ __device__ __forceinline__ void fa2_backward_sm90_finish(const BackwardSm90Param
   const TileQ tile{shared_base()};
   const int64 block = RowBlocks<Config>::place(params, work.entry, work.head, work.m_block);
   const int warpgroup = warpgroup_id(), warp = warp_id() % 4;
-  const float* sums = params.dq_accum + (block * Traits::kWarpgroups + warpgroup) * (Traits::kDqBytes / 4) +
-                      thread_id() % kWarpgroupSize * 4;
+  const float* sums =
+      params.dq_accum + (block * Traits::kWarpgroups + warpgroup) * (Traits::kDqBytes / 4) + thread_id() % kWarpgroupSize * 4;
   float dq[Traits::kNQ][4];
   const float scale = kScalesDs<Element> ? 1.0f : params.softmax_scale;
 #pragma unroll
@@ -94,10 +95,9 @@ __device__ __forceinline__ void fa2_backward_sm90_finish(const BackwardSm90Param
   const SeqlenInfo seqlen(params, work.entry);
   for (int row = 16 * warp_id(); row < Config::kBlockM; row += 16 * Config::kNumWarps) {
     const int first = work.m_block * Config::kBlockM + row;
-    copy_rows<Element, TileQ::kPanelBytes, Config::kHeadDim>(tile.base + row * kPanelRowBytes,
-                                                             seqlen.template rows<Element>(params.dq, first, work.head),
-                                                             params.dq.row_stride, min(16, params.seqlen_q - first),
-                                                             params.head_dim);
+    copy_rows<Element, TileQ::kPanelBytes, Config::kHeadDim>(
+        tile.base + row * kPanelRowBytes, seqlen.template rows<Element>(params.dq, first, work.head), params.dq.row_stride,
+        min(16, params.seqlen_q - first), params.head_dim);
   }
 }
 

@@ -119,7 +119,9 @@ struct BackwardSm90Traits {
   __device__ __forceinline__ TileQ q(int slot) const { return {base + q_offset(slot)}; }
   __device__ __forceinline__ TileQ dout(int slot) const { return {base + dout_offset(slot)}; }
   __device__ __forceinline__ SharedPtr dq(int warpgroup) const { return base + (kDq + warpgroup * kDqBytes); }
-  __device__ __forceinline__ SharedPtr statistics(int slot) const { return base + (kStatistics + slot * Statistics::kSharedBytes); }
+  __device__ __forceinline__ SharedPtr statistics(int slot) const {
+    return base + (kStatistics + slot * Statistics::kSharedBytes);
+  }
 
   __device__ __forceinline__ SharedPtr k_loaded() const { return barrier(0); }
   __device__ __forceinline__ SharedPtr v_loaded() const { return barrier(1); }
