@@ -24,13 +24,13 @@ HEAD_DIMS = (64, 128)  # of the kernels. Any other is padded with zeros up to th
 MIN_HEAD_DIM = 48  # below, more of a tile would be padding than not
 MIN_ROWS = 64  # rows below which most of a tile would be empty
 BLOCK_N = 128  # keys of a thread block: 64 for each of two warpgroups
-# Rows of a step. Registers hold S and dP of so many rows beside dk and dv, whose columns take the rest: twice the columns
-# leave half the rows.
+# Rows of a step. Registers hold S and dP of so many rows beside dk and dv, whose columns take the rest: twice the
+# columns leave half the rows.
 BLOCK_M = {64: 128, 128: 64}
 _LOAD_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # of a thread: 65,536 in all
 _STORE_ROWS = 16  # rows of dk and dv that a warp stores at once
 _ROW_SLOTS, _DS_SLOTS, _SLACK = 2, 3, 768  # kRowSlots, kDsSlots, kSlack
-_LEAST_SCALE = 2.0**-64  # a smaller one takes lse, in units of a product, out of float32's range
+_SCALES = (2.0**-64, 2.0**100)  # of softmax_scale: beyond, lse in units of a product leaves float32's range
 
 
 def kernel_head_dim(problem: AttentionProblem) -> int:
@@ -58,15 +58,16 @@ def refusal(problem: AttentionProblem, geometry: Geometry) -> str:
     """Why the kernels do not serve a backward call, which those of mma.sync then do; "" where they do."""
     if why := refusal_of_problem(problem):
         return why
-    if not all(box.is_encodable for box in boxes(problem, geometry).values()):
-        return "tensors whose rows do not start on 16 bytes, or are broadcast"
     if 0 <= geometry.window[0] < geometry.seqlen_k - 1:
         return "a window to the left"
-    if geometry.softmax_scale < _LEAST_SCALE:
-        return f"softmax_scale {geometry.softmax_scale}: from {_LEAST_SCALE} on"
+    if not _SCALES[0] <= geometry.softmax_scale <= _SCALES[1]:
+        return f"softmax_scale {geometry.softmax_scale}: {_SCALES[0]:.2g} to {_SCALES[1]:.2g} are served"
     if geometry.seqlen_q < MIN_ROWS:
         return f"fewer than {MIN_ROWS} rows"
-    return "" if geometry.seqlen_k > 0 else "no keys"
+    if geometry.seqlen_k == 0:
+        return "no keys"
+    encodable = all(box.is_encodable for box in boxes(problem, geometry).values())
+    return "" if encodable else "tensors whose rows do not start on 16 bytes, or are broadcast"
 
 
 def refusal_of_problem(problem: AttentionProblem) -> str:

@@ -301,7 +301,7 @@ class BackwardConsumer {
   // dk and dv by way of the places of k and v, which both warpgroups have left then: line 18.
   __device__ __forceinline__ void store() {
     named_barrier_sync(1, Traits::kWarpgroups * kWarpgroupSize);
-    const int row = warpgroup_ * kUnitKeys + 16 * warp_;
+    const int row = (in_place(thread_id()) - kWarpgroupSize) / kWarpSize * 16;  // of the warp; again, rather than registers
     if constexpr (!kScalesDs<Element>) {
       const float scale = params_.softmax_scale;
       for_each_score(dk_, [scale](float x) { return x * scale; });
@@ -311,7 +311,7 @@ class BackwardConsumer {
     fence_async_proxy();
     sync_warp();
     if (lane_id() != 0) return;
-    const WorkTile keys = key_work_tile(params_, in_place(block_id()));  // again, rather than registers
+    const WorkTile keys = key_work_tile(params_, in_place(block_id()));
     const int first_key = keys.m_block * Config::kBlockN + row;
 #pragma unroll
     for (int panel = 0; panel < TileK::kPanels; ++panel) {
