@@ -23,11 +23,15 @@ struct PendingSums {
 struct Product {
   using Multiply = void (*)(const Product&, float* sums);
 
+  using Digest = unsigned long long (*)(const Product&);
+
   Multiply multiply;
+  Digest digest_operands;
   long long a, b;  // descriptors
   bool accumulate;
   int warp = 0;                              // of the warpgroup
   const unsigned* a_registers[kLanes] = {};  // of each lane, where A is not in shared memory
+  unsigned long long digest = 0;             // of the operands when it was started
   PendingSums* sums = nullptr;
 };
 
@@ -48,15 +52,17 @@ class ProductQueue {
   }
   bool has_more_than(int pending) const { return int(groups_.size()) > pending; }
 
-  // Computes the oldest committed groups, all but `pending`, from what their operands hold by now.
-  void finish(int pending) {
+  // Computes the oldest committed groups, all but `pending`. Returns whether their operands are still what they were.
+  bool finish(int pending) {
     for (; has_more_than(pending); groups_.pop_front())
       for (int i = 0; i < groups_.front(); ++i) {
         const Product& product = products_.front();
+        if (product.digest_operands(product) != product.digest) return false;
         product.multiply(product, product.sums->values.data());
         if (--product.sums->users == 0) give_back(product.sums);
         products_.pop_front();
       }
+    return true;
   }
 
  private:

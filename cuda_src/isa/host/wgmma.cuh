@@ -13,8 +13,6 @@ namespace host {
 
 inline const bool kProductsWatchWrites = watches_writes = true;
 
-typedef Vector VectorAnywhere __attribute__((aligned(4), may_alias));
-
 template <typename Element>
 inline Vector to_vector(const char* chunk) {
   if constexpr (is_same<Element, bf16>::value) {
@@ -56,54 +54,47 @@ class Operand {
   std::ptrdiff_t group_bytes_;  // from eight rows to the next
 };
 
-// Eight columns of B, or rows of A, whose elements along K are `stride` floats apart.
-inline void transpose_into(float* target, int stride, const Vector& values) {
-  for (int i = 0; i < 8; ++i) target[i * stride] = values[i];
-}
-
-// A, (16, 16): rows 16 * warp to 16 * warp + 15 of the warpgroup's 64.
-template <typename Element, bool kTransposed>
-inline void gather_a(float (&a)[kWarpRows][16], const Product& product, int warp) {
-  if (product.a_registers[0] != nullptr) {
-    for (int lane = 0; lane < kLanes; ++lane)
-      for (int r = 0; r < 4; ++r) {
-        const uint32 pair = product.a_registers[lane][r];
-        float* target = &a[lane / 4 + r % 2 * 8][lane % 4 * 2 + r / 2 * 8];
-        target[0] = to_float<Element>(uint16(pair));
-        target[1] = to_float<Element>(uint16(pair >> 16));
-      }
-    return;
-  }
-  const Operand operand(product.a);
-  for (int i = 0; i < 2 * kWarpRows; ++i) {
-    const int line = i / 2, half = i % 2 * 8;
-    if constexpr (kTransposed)
-      transpose_into(&a[half][line], 16, to_vector<Element>(operand.along_n(kWarpRows * warp + half, line)));
-    else
-      *reinterpret_cast<VectorAnywhere*>(&a[line][half]) = to_vector<Element>(operand.along_k(kWarpRows * warp + line, half));
-  }
-}
-
-// B, (16, columns): K by N.
-template <typename Element, int kTiles, bool kTransposed>
-inline void gather_b(Vector (&b)[16][kTiles], int64 descriptor) {
+// The chunks of eight elements of kRows rows of N (or M) and 16 of K: visit(address, row, k), the chunk's first element.
+template <int kRows, bool kTransposed, typename Visit>
+inline void visit_chunks(int64 descriptor, int first_row, Visit visit) {
   const Operand operand(descriptor);
-  if constexpr (kTransposed) {
-    for (int k = 0; k < 16; ++k)
-      for (int j = 0; j < kTiles; ++j) b[k][j] = to_vector<Element>(operand.along_n(8 * j, k));
-  } else {
-    for (int n = 0; n < 8 * kTiles; ++n)
-      for (int k = 0; k < 16; k += 8)
-        transpose_into(reinterpret_cast<float*>(b[k]) + n, 8 * kTiles, to_vector<Element>(operand.along_k(n, k)));
+  for (int i = 0; i < 2 * kRows; ++i) {
+    const int row = kTransposed ? i % (kRows / 8) * 8 : i / 2, k = kTransposed ? i / (kRows / 8) : i % 2 * 8;
+    visit(kTransposed ? operand.along_n(first_row + row, k) : operand.along_k(first_row + row, k), row, k);
   }
+}
+
+// As numbers, those of neighbouring rows and k's so far apart.
+template <typename Element, int kRows, bool kTransposed, int kRowStride, int kKStride>
+inline void gather(float* target, int64 descriptor, int first_row) {
+  visit_chunks<kRows, kTransposed>(descriptor, first_row, [target](const char* chunk, int row, int k) {
+    constexpr int kStride = kTransposed ? kRowStride : kKStride;
+    float* place = target + row * kRowStride + k * kKStride;
+    const Vector values = to_vector<Element>(chunk);
+    if constexpr (kStride == 1)
+      std::memcpy(place, &values, sizeof(values));
+    else
+      for (int i = 0; i < 8; ++i) place[i * kStride] = values[i];
+  });
+}
+
+// Registers of A: the fragment of mma.
+template <typename Element>
+inline void gather_registers(float (&a)[kWarpRows][16], const uint32* const (&registers)[kLanes]) {
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int r = 0; r < 4; ++r)
+      unpack_fragment<Element, 16>(registers[lane][r], &a[lane / 4 + r % 2 * 8][lane % 4 * 2 + r / 2 * 8], 1);
 }
 
 template <typename Element, int kTiles, bool kTransposedA, bool kTransposedB>
 void multiply_rows(const Product& product, float* sums) {
   alignas(64) float a[kWarpRows][16];
   alignas(64) Vector b[16][kTiles];
-  gather_a<Element, kTransposedA>(a, product, product.warp);
-  gather_b<Element, kTiles, kTransposedB>(b, product.b);
+  if (product.a_registers[0] != nullptr)
+    gather_registers<Element>(a, product.a_registers);
+  else
+    gather<Element, kWarpRows, kTransposedA, 16, 1>(a[0], product.a, kWarpRows * product.warp);
+  gather<Element, 8 * kTiles, kTransposedB, 1, 8 * kTiles>(reinterpret_cast<float*>(b), product.b, 0);
   constexpr int kBlock = 4, kPair = 2;  // rows and tiles that registers hold
   for (int row = 0; row < kWarpRows; row += kBlock)
     for (int j = 0; j < kTiles; j += kPair) {
@@ -112,10 +103,35 @@ void multiply_rows(const Product& product, float* sums) {
 #pragma GCC unroll 8
         for (int i = 0; i < kBlock * kPair; ++i) part[i / kPair][i % kPair] += a[row + i / kPair][k] * b[k][j + i % kPair];
       for (int i = 0; i < kBlock * kPair; ++i) {
-        VectorAnywhere* target = reinterpret_cast<VectorAnywhere*>(sums + (row + i / kPair) * 8 * kTiles + 8 * (j + i % kPair));
-        *target = product.accumulate ? *target + part[i / kPair][i % kPair] : part[i / kPair][i % kPair];
+        float* target = sums + (row + i / kPair) * 8 * kTiles + 8 * (j + i % kPair);
+        Vector sum = {};
+        if (product.accumulate) std::memcpy(&sum, target, sizeof(sum));
+        sum += part[i / kPair][i % kPair];
+        std::memcpy(target, &sum, sizeof(sum));
       }
     }
+}
+
+// Of what the operands hold.
+template <int kTiles, bool kTransposedA, bool kTransposedB>
+unsigned long long digest_operands(const Product& product) {
+  unsigned long long digest = 0, weight = 1;
+  auto add = [&](const void* chunk) {
+    for (int i = 0; i < 2; ++i) digest += read<unsigned long long>(static_cast<const char*>(chunk) + 8 * i) * (weight += 2);
+  };
+  auto visit = [&](const char* chunk, int, int) { add(chunk); };
+  if (product.a_registers[0] != nullptr)
+    for (const uint32* registers : product.a_registers) add(registers);
+  else
+    visit_chunks<kWarpRows, kTransposedA>(product.a, kWarpRows * product.warp, visit);
+  visit_chunks<8 * kTiles, kTransposedB>(product.b, 0, visit);
+  return digest;
+}
+
+template <typename Element, int kTiles, bool kTransposedA, bool kTransposedB>
+inline Product product_of(int64 a, int64 b, bool accumulate) {
+  return {multiply_rows<Element, kTiles, kTransposedA, kTransposedB>, digest_operands<kTiles, kTransposedA, kTransposedB>, a, b,
+          accumulate};
 }
 
 // Every lane of a warp calls with the same product.
@@ -136,6 +152,7 @@ inline void start_product(Product product, float* sums, int tiles, const uint32*
       mine.product.a_registers[i] = lane.a_registers;
     }
     mine.product.warp = warp_id() % 4;
+    mine.product.digest = mine.product.digest_operands(mine.product);
     Block::current->products().add(mine.product, registers, tiles);
   });
 }
@@ -158,7 +175,7 @@ inline void wgmma_wait() {
     host::Block& block = *host::Block::current;
     if (!block.products().has_more_than(kPending)) return;
     block.wait_for_others("its products");
-    block.products().finish(kPending);
+    if (!block.products().finish(kPending)) block.fail("operands change while a product is under way");
   });
 }
 
@@ -169,16 +186,16 @@ inline void hold_registers(uint32 (&)[kSteps][4]) {}
 
 template <typename Element, int kTiles>
 inline void wgmma_shared(float (&d)[kTiles][4], int64 a, int64 b, bool accumulate) {
-  host::start_product({host::multiply_rows<Element, kTiles, false, false>, a, b, accumulate}, d[0], kTiles, nullptr);
+  host::start_product(host::product_of<Element, kTiles, false, false>(a, b, accumulate), d[0], kTiles, nullptr);
 }
 template <typename Element, int kTiles>
 inline void wgmma_registers(float (&d)[kTiles][4], const uint32 (&a)[4], int64 b) {
-  host::start_product({host::multiply_rows<Element, kTiles, false, true>, 0, b, true}, d[0], kTiles, a);
+  host::start_product(host::product_of<Element, kTiles, false, true>(0, b, true), d[0], kTiles, a);
 }
 
 template <typename Element, bool kAccumulate, int kTiles>
 inline void wgmma_columns(float (&d)[kTiles][4], int64 a, int64 b) {
-  host::start_product({host::multiply_rows<Element, kTiles, true, false>, a, b, kAccumulate}, d[0], kTiles, nullptr);
+  host::start_product(host::product_of<Element, kTiles, true, false>(a, b, kAccumulate), d[0], kTiles, nullptr);
 }
 
 }  // namespace hfc
