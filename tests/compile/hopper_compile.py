@@ -1,4 +1,4 @@
-"""What the tests of the Hopper kernels share: what a good compilation shows, and the problem and the geometry of a call."""
+"""What the tests of the Hopper kernels share: what a good compilation shows; the problem and the geometry of a call."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def product_runs(compiled: compiler.CompiledUnit, tmp_path: Path) -> list[int]:
         [tool, "-sass", file], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
     ).stdout
     relevant = re.findall(r"\b(HGMMA|WARPGROUP)\b", listing)
-    runs = [len(list(run)) for name, run in groupby(relevant) if name == "HGMMA"]
-    return runs
+    return [len(list(run)) for name, run in groupby(relevant) if name == "HGMMA"]
 
 
 def problem(head_dim: int = 128, dtype: Any = "bf16", **features: Any) -> AttentionProblem:
