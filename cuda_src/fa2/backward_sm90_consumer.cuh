@@ -7,8 +7,9 @@
 //   P = exp(S), mask                                dP(i)
 //   wait for dP(i); dS = P (dP - delta)             dv += P dO
 //   share dS(i), once all have shared dS(i-1)
-//   wait for dq(i-1), stage it for the adder        dq(i-1), dk += dS Q
-//   wait for dk; statistics of i+1                  S(i+1)
+//   wait for dq(i-1), stage it for the adder;       dq(i-1), dk += dS Q
+//   statistics of i+1
+//   wait for dk                                     S(i+1)
 #pragma once
 
 #include "attn/gradient.cuh"
@@ -30,6 +31,8 @@ class BackwardConsumer {
   static constexpr int kN = Traits::kN;
   static constexpr int kSteps = Config::kBlockM / 16;  // of a product over the rows
   using Operand = uint32[kSteps][4];  // P or dS, as A of a product over the rows
+  // Beside dk += dS Q there are registers for the starts of S and dP; of longer row blocks only for those of S.
+  static constexpr bool kBothEarly = Config::kBlockM <= 64;
 
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardSm90Params& params, const Traits& shared, const WorkTile& keys,
@@ -48,8 +51,9 @@ class BackwardConsumer {
     clear(dv_);
     share_zeros();
     mbarrier_wait(shared_.k_loaded(), 0);
-    await_rows(true);
+    await_q(true);
     multiply_scores();
+    await_dout(true);
     mbarrier_wait(shared_.v_loaded(), 0);
     int left = rows_.count();
     do step(--left > 0);
@@ -85,14 +89,16 @@ class BackwardConsumer {
     hold_registers(p);
     release(shared_.dout_released(slot));
     stage(dq);
+    row_slots_.advance();
+    rows_.advance();
+    await_q(more);
+    if constexpr (kBothEarly) await_dout(more);
     wgmma_wait<0>();
     hold_registers(dk_[0]);
     hold_registers(ds);
     release(shared_.q_released(slot));
-    row_slots_.advance();
-    rows_.advance();
-    await_rows(more);
     multiply_scores();  // also of no next block: a product under a condition would serialise all
+    if constexpr (!kBothEarly) await_dout(more);
   }
 
   // dS of the block before the first is zero, so that every step begins and ends alike.
@@ -104,13 +110,16 @@ class BackwardConsumer {
     release(shared_.ds_written(0));
   }
 
-  // Rows of the next block; S and dP start from their statistics. Without `arriving` those are whatever lies there.
-  __device__ __forceinline__ void await_rows(bool arriving) {
+  // Rows of the next block: S and dP start from their statistics. Without `arriving` those are whatever lies there.
+  __device__ __forceinline__ void await_q(bool arriving) {
     const int slot = row_slots_.slot();
     if (arriving) mbarrier_wait(shared_.q_loaded(slot), row_slots_.parity());
     start_from(scores_[0], shared_.statistics(slot) + Statistics::kScoreStarts);
     const Chunk large = load_shared_chunk(shared_.statistics(slot) + Statistics::kLarge);
     large_ = warp_any((large.words[0] | large.words[1] | large.words[2] | large.words[3]) != 0);
+  }
+  __device__ __forceinline__ void await_dout(bool arriving) {
+    const int slot = row_slots_.slot();
     if (arriving) mbarrier_wait(shared_.dout_loaded(slot), row_slots_.parity());
     start_dp(slot);
   }

@@ -9,6 +9,7 @@ from attention_check import qkv
 from gradient_check import check_gradients, leaves
 from torch import Tensor
 
+from hf_flash_cupy import execute
 from hf_flash_cupy.launch import record_launches
 
 KERNELS = ["fa2_backward_sm90_prepare", "fa2_backward_sm90", "fa2_backward_sm90_finish"]
@@ -18,6 +19,22 @@ SHAPES = [  # batch, heads, key heads, rows, keys
     (1, 2, 1, 300, 130),  # causal: rows without keys
     (2, 3, 3, 257, 129),
 ]
+
+
+class _Forgetting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        execute._local.__dict__.clear()
+        return gradient
+
+
+def forget_backward_plans(device: torch.device) -> None:
+    """Those of the thread in which autograd runs the backward passes of ``device``."""
+    _Forgetting.apply(torch.zeros(1, device=device, requires_grad=True)).backward()
 
 
 def check_hopper_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
