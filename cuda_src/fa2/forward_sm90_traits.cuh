@@ -50,7 +50,7 @@ struct ForwardSm90Traits {
   static constexpr bool kClears = kHoles || Config::kLeft || Config::kVarlen;  // blocks may hold keys that nobody sees
   static constexpr int kLengths = 16, kBlocks = kLengths + (Config::kVarlen ? 16 : 0);  // parts of a tile's record
   static constexpr int kTileBytes = kBlocks + (kHoles ? 16 * (1 + kWarpgroups) : 0);
-  static constexpr int kN = Config::kBlockN / 8;     // n-tiles of a block of keys
+  static constexpr int kN = Config::kBlockN / 8;  // n-tiles of a block of keys
   static constexpr int kNV = Config::kHeadDimV / 8;  // n-tiles of the output
   static_assert(Config::kBlockN % 16 == 0 && Config::kHeadDim % 16 == 0 && Config::kHeadDimV % 16 == 0);
   static_assert(Config::kHeadDimV <= Config::kHeadDim, "out is staged where q was");
