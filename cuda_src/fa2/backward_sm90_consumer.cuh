@@ -3,13 +3,15 @@
 // from registers, for those leave it idle half of the time:
 //
 //   the threads                                     the tensor cores, in order
-//   wait for S(i)
-//   P = exp(S), mask                                dP(i)
-//   wait for dP(i); dS = P (dP - delta)             dv += P dO
+//                                                   S(i), dP(i)
+//   wait for S; P = exp(S), mask
+//   wait for dP; dS = P (dP - delta)                dv += P dO
 //   share dS(i), once all have shared dS(i-1)
-//   wait for dq(i-1), stage it for the adder;       dq(i-1), dk += dS Q
+//   wait for dq(i-1), stage it for the adder        dq(i-1), dk += dS Q
 //   statistics of i+1
-//   wait for dk                                     S(i+1)
+//   wait for dk
+//
+// A product under way at the loop's end would have to be the only one, and be waited for first: the loop ends where there is none.
 #pragma once
 
 #include "attn/gradient.cuh"
@@ -51,15 +53,10 @@ class BackwardConsumer {
     clear(dv_);
     share_zeros();
     mbarrier_wait(shared_.k_loaded(), 0);
-    await_q(true);
-    multiply_scores();
-    await_dout(true);
     mbarrier_wait(shared_.v_loaded(), 0);
-    int left = rows_.count();
-    do step(--left > 0);
-    while (left > 0);
-    wgmma_wait<0>();  // scores of whatever lay there: not used
-    hold_registers(scores_[0]);
+    await_q();
+    if constexpr (kBothEarly) await_dout();
+    for (int left = rows_.count(); left > 0; --left) step(left > 1);
     finish_dq();
     store();
   }
@@ -67,10 +64,12 @@ class BackwardConsumer {
  private:
   __device__ __forceinline__ void step(bool more) {
     const int slot = row_slots_.slot();
-    wgmma_wait<0>();
-    hold_registers(scores_[0]);
+    multiply_scores(slot);
+    if constexpr (!kBothEarly) await_dout();
     if (large_) start_by_parts(slot);
     multiply_dp(slot);
+    wgmma_wait<1>();
+    hold_registers(scores_[0]);
     become_probabilities();
     Operand p, ds;
     pack(p, scores_[0]);
@@ -97,8 +96,6 @@ class BackwardConsumer {
     hold_registers(dk_[0]);
     hold_registers(ds);
     release(shared_.q_released(slot));
-    multiply_scores();  // also of no next block: a product under a condition would serialise all
-    if constexpr (!kBothEarly) await_dout(more);
   }
 
   // dS of the block before the first is zero, so that every step begins and ends alike.
@@ -110,15 +107,16 @@ class BackwardConsumer {
     release(shared_.ds_written(0));
   }
 
-  // Rows of the next block: S and dP start from their statistics. Without `arriving` those are whatever lies there.
-  __device__ __forceinline__ void await_q(bool arriving) {
+  // Rows of the next block: S and dP start from their statistics. Without `arriving`, after the last, from what lies there: loads
+  // under a condition take twice the registers.
+  __device__ __forceinline__ void await_q(bool arriving = true) {
     const int slot = row_slots_.slot();
     if (arriving) mbarrier_wait(shared_.q_loaded(slot), row_slots_.parity());
     start_from(scores_[0], shared_.statistics(slot) + Statistics::kScoreStarts);
     const Chunk large = load_shared_chunk(shared_.statistics(slot) + Statistics::kLarge);
     large_ = warp_any((large.words[0] | large.words[1] | large.words[2] | large.words[3]) != 0);
   }
-  __device__ __forceinline__ void await_dout(bool arriving) {
+  __device__ __forceinline__ void await_dout(bool arriving = true) {
     const int slot = row_slots_.slot();
     if (arriving) mbarrier_wait(shared_.dout_loaded(slot), row_slots_.parity());
     start_dp(slot);
@@ -138,10 +136,10 @@ class BackwardConsumer {
   __device__ __forceinline__ int64 operand(int offset) const { return operand_ + (offset >> 4); }
 
   // S^T += K Q^T, and dP^T += V dO^T: 64 keys, a row block.
-  __device__ __forceinline__ void multiply_scores() {
+  __device__ __forceinline__ void multiply_scores(int slot) {
     hold_registers(scores_[0]);
     wgmma_fence();
-    multiply_rows(scores_[0], Traits::kK, Traits::q_offset(row_slots_.slot()));
+    multiply_rows(scores_[0], Traits::kK, Traits::q_offset(slot));
     wgmma_commit();
   }
   __device__ __forceinline__ void multiply_dp(int slot) {
@@ -216,6 +214,8 @@ class BackwardConsumer {
   // Where the rounding of lse would show, see probabilities_by_parts(): rows that are large started from 0, the parts of others are.
   // dP's starts are read again, so that their registers are free in between.
   __device__ __forceinline__ void start_by_parts(int slot) {
+    wgmma_wait<0>();
+    hold_registers(scores_[0]);
     constexpr float kLarge = 16777216.0f;  // 2^24: where the forward pass scales first, too
     const float scale = params_.score_scale_log2, inverse_scale = reciprocal_fast(scale);
     const float* parts = launch_.row_statistics + (rows_.place() * Statistics::kBytes + Statistics::kMaxima) / 4;

@@ -41,7 +41,7 @@ def test_nothing_spills_and_nothing_waits(compiled: compiler.CompiledUnit) -> No
 def test_products_stand_in_runs(compiled: compiler.CompiledUnit, tmp_path: Path) -> None:
     """A serialised product has a wait behind every instruction."""
     runs = product_runs(compiled, tmp_path)
-    assert len(runs) == 7  # the first scores; dP, dv, dq, dk, the next scores; the last dq
+    assert len(runs) == 6  # S, dP, dv, dq and dk of a step; the last dq
     assert min(runs) >= 4
 
 
