@@ -39,7 +39,8 @@ struct RowTile {
   __device__ __forceinline__ bool has_rows(int warpgroup) const { return exists() && warpgroup < num_units; }
   __device__ __forceinline__ int first_row(const ForwardSm90Params& params, int warpgroup) const {
     const int unit = first_unit + warpgroup;
-    if constexpr (Config::kPacksHeads) return int(kUnitRows * high_product(uint32(unit), params.group_inverse));  // wraps for none
+    if constexpr (Config::kPacksHeads)
+      return int(kUnitRows * high_product(uint32(unit), params.group_inverse));  // wraps for none
     return kUnitRows * unit;
   }
   __device__ __forceinline__ int end_row(const ForwardSm90Params& params) const {
