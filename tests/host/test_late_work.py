@@ -122,7 +122,6 @@ def test_without_a_fault(kernel: module.HostKernel, block: int) -> None:
     [
         (4, 1),  # nobody waits for a load: multiplied before it comes
         (7, 0),  # sums are read before the wait
-        (9, 0),  # no fence between writes and the copy engine
     ],
 )
 def test_what_is_not_there_yet_is_nan(kernel: module.HostKernel, fault: int, block: int) -> None:
@@ -143,6 +142,7 @@ def test_what_is_not_swizzled_is_wrong(kernel: module.HostKernel) -> None:
         (4, "operands change while a product is under way"),  # the load comes after its start
         (5, "ends before products that its block started"),
         (6, "operands change while a product is under way"),  # the next load
+        (9, "written and not fenced: what goes to device memory from 16384"),
         (10, "ends before its copies to device memory have read shared memory"),
     ],
 )

@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "shared_memory.h"
+
 namespace hfc::host {
 
 constexpr int kLanes = 32;
@@ -23,7 +25,7 @@ struct PendingSums {
 struct Product {
   using Multiply = void (*)(const Product&, float* sums);
 
-  using Digest = unsigned long long (*)(const Product&);
+  using Digest = unsigned long long (*)(const Product&, const char* view);
 
   Multiply multiply;
   Digest digest_operands;
@@ -33,6 +35,8 @@ struct Product {
   const unsigned* a_registers[kLanes] = {};  // of each lane, where A is not in shared memory
   unsigned long long digest = 0;             // of the operands when it was started
   PendingSums* sums = nullptr;
+
+  bool is_changed(const char* view) const { return digest_operands(*this, view) != digest; }
 };
 
 class ProductQueue {
@@ -53,11 +57,11 @@ class ProductQueue {
   bool has_more_than(int pending) const { return int(groups_.size()) > pending; }
 
   // Computes the oldest committed groups, all but `pending`. Returns whether their operands are still what they were.
-  bool finish(int pending) {
+  bool finish(int pending, SharedMemory& memory) {
     for (; has_more_than(pending); groups_.pop_front())
       for (int i = 0; i < groups_.front(); ++i) {
         const Product& product = products_.front();
-        if (product.digest_operands(product) != product.digest) return false;
+        if (product.is_changed(memory.async(0)) || product.is_changed(memory.base())) return false;
         product.multiply(product, product.sums->values.data());
         if (--product.sums->users == 0) give_back(product.sums);
         products_.pop_front();

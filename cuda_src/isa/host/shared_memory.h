@@ -46,6 +46,12 @@ class SharedMemory {
     return async_.get() + offset;
   }
 
+  // Whether both see the same, and, if not empty, what `copy` holds of it.
+  bool agrees(std::size_t offset, std::size_t bytes, const std::vector<char>& copy = {}) {
+    if (std::memcmp(async(offset), base() + offset, bytes) != 0) return false;
+    return copy.empty() || std::memcmp(base() + offset, copy.data(), bytes) == 0;
+  }
+
   void note_write(int thread, const char* address, int bytes) { unfenced_[thread].push_back({address - base(), bytes}); }
   void fence(int thread) {
     for (const Write& write : unfenced_[thread]) std::memcpy(async(write.offset), base() + write.offset, write.bytes);

@@ -64,10 +64,6 @@ inline void visit_box(const TensorMap& map, std::ptrdiff_t offset, const BoxPlac
   }
 }
 
-}  // namespace host
-
-namespace host {
-
 // What lay in shared memory is lost at once, what is copied comes as late as can be. copy(memory): to both of its views.
 template <typename Copy>
 inline void start_load(std::ptrdiff_t offset, int bytes, SharedPtr barrier, Copy copy) {
@@ -82,9 +78,15 @@ inline void start_load(std::ptrdiff_t offset, int bytes, SharedPtr barrier, Copy
 
 // copy(memory): from what the copy engine sees, when the calling thread waits for it.
 template <typename Copy>
-inline void start_store(Copy copy) {
+inline void start_store(std::ptrdiff_t offset, std::ptrdiff_t bytes, Copy copy) {
   SharedMemory& memory = Block::current->memory();
-  Block::current->stores().push_back({thread_id(), false, [=, &memory] { copy(memory); }});
+  if (!memory.agrees(offset, bytes)) Block::current->fail("written and not fenced: what goes to device memory from", offset);
+  const std::vector<char> before(memory.base() + offset, memory.base() + offset + bytes);
+  Block::current->stores().push_back({thread_id(), false, [=, &memory] {
+                                        if (!memory.agrees(offset, bytes, before))
+                                          Block::current->fail("changes on its way to device memory from", offset);
+                                        copy(memory);
+                                      }});
 }
 
 }  // namespace host
@@ -111,14 +113,14 @@ inline void bulk_load(SharedPtr target, const void* source, int bytes, SharedPtr
 inline void tma_store(const TensorMap& map, SharedPtr source, int column, int row, int head, int entry) {
   const std::ptrdiff_t offset = host::box_offset(map, source);
   const host::BoxPlace place{column, row, head, entry};
-  host::start_store([=, &map](host::SharedMemory& memory) {
+  host::start_store(offset, host::box_bytes(map), [=, &map](host::SharedMemory& memory) {
     host::visit_box(map, offset, place,
                     [&](std::ptrdiff_t from, char* to, int64 bytes) { std::memcpy(to, memory.async(from), bytes); });
   });
 }
 inline void bulk_add(float* target, SharedPtr source, int bytes) {
   const std::ptrdiff_t offset = host::shared_offset(source, bytes, 16);
-  host::start_store([=](host::SharedMemory& memory) {
+  host::start_store(offset, bytes, [=](host::SharedMemory& memory) {
     for (int i = 0; i < bytes / 4; ++i) reduce_add(target + i, {read<float>(memory.async(offset + 4 * i))});
   });
 }

@@ -28,8 +28,9 @@ inline Vector to_vector(const char* chunk) {
 // An operand in shared memory (PTX ISA: matrix descriptor): rows of K, or, transposed, columns of it.
 class Operand {
  public:
-  explicit Operand(int64 descriptor)
-      : start_(field(descriptor, 0)), panel_bytes_(field(descriptor, 16)), group_bytes_(field(descriptor, 32)) {
+  // `view`: shared memory, as threads or as others see it.
+  Operand(int64 descriptor, const char* view)
+      : view_(view), start_(field(descriptor, 0)), panel_bytes_(field(descriptor, 16)), group_bytes_(field(descriptor, 32)) {
     if (uint64(descriptor) >> 62 != 1) Block::current->fail("only operands swizzled by 128 bytes are known");
   }
 
@@ -43,12 +44,13 @@ class Operand {
 
   static std::ptrdiff_t field(int64 descriptor, int bit) { return (descriptor >> bit & 0x3fff) << 4; }
   const char* at(std::ptrdiff_t offset) const {
-    SharedMemory& memory = Block::current->memory();
     const std::ptrdiff_t place = swizzled(start_ + offset);
-    if (place + 16 > std::ptrdiff_t(memory.bytes())) Block::current->fail("an operand beyond shared memory, at", place);
-    return memory.async(place);
+    if (place + 16 > std::ptrdiff_t(Block::current->memory().bytes()))
+      Block::current->fail("an operand beyond shared memory, at", place);
+    return view_ + place;
   }
 
+  const char* view_;
   std::ptrdiff_t start_;
   std::ptrdiff_t panel_bytes_;  // from 64 columns to the next, transposed
   std::ptrdiff_t group_bytes_;  // from eight rows to the next
@@ -56,8 +58,8 @@ class Operand {
 
 // The chunks of eight elements of kRows rows of N (or M) and 16 of K: visit(address, row, k), the chunk's first element.
 template <int kRows, bool kTransposed, typename Visit>
-inline void visit_chunks(int64 descriptor, int first_row, Visit visit) {
-  const Operand operand(descriptor);
+inline void visit_chunks(int64 descriptor, const char* view, int first_row, Visit visit) {
+  const Operand operand(descriptor, view);
   for (int i = 0; i < 2 * kRows; ++i) {
     const int row = kTransposed ? i % (kRows / 8) * 8 : i / 2, k = kTransposed ? i / (kRows / 8) : i % 2 * 8;
     visit(kTransposed ? operand.along_n(first_row + row, k) : operand.along_k(first_row + row, k), row, k);
@@ -67,7 +69,8 @@ inline void visit_chunks(int64 descriptor, int first_row, Visit visit) {
 // As numbers, those of neighbouring rows and k's so far apart.
 template <typename Element, int kRows, bool kTransposed, int kRowStride, int kKStride>
 inline void gather(float* target, int64 descriptor, int first_row) {
-  visit_chunks<kRows, kTransposed>(descriptor, first_row, [target](const char* chunk, int row, int k) {
+  const char* view = Block::current->memory().async(0);
+  visit_chunks<kRows, kTransposed>(descriptor, view, first_row, [target](const char* chunk, int row, int k) {
     constexpr int kStride = kTransposed ? kRowStride : kKStride;
     float* place = target + row * kRowStride + k * kKStride;
     const Vector values = to_vector<Element>(chunk);
@@ -112,9 +115,9 @@ void multiply_rows(const Product& product, float* sums) {
     }
 }
 
-// Of what the operands hold.
+// Of what the operands hold in a view of shared memory.
 template <int kTiles, bool kTransposedA, bool kTransposedB>
-unsigned long long digest_operands(const Product& product) {
+unsigned long long digest_operands(const Product& product, const char* view) {
   unsigned long long digest = 0, weight = 1;
   auto add = [&](const void* chunk) {
     for (int i = 0; i < 2; ++i) digest += read<unsigned long long>(static_cast<const char*>(chunk) + 8 * i) * (weight += 2);
@@ -123,8 +126,8 @@ unsigned long long digest_operands(const Product& product) {
   if (product.a_registers[0] != nullptr)
     for (const uint32* registers : product.a_registers) add(registers);
   else
-    visit_chunks<kWarpRows, kTransposedA>(product.a, kWarpRows * product.warp, visit);
-  visit_chunks<8 * kTiles, kTransposedB>(product.b, 0, visit);
+    visit_chunks<kWarpRows, kTransposedA>(product.a, view, kWarpRows * product.warp, visit);
+  visit_chunks<8 * kTiles, kTransposedB>(product.b, view, 0, visit);
   return digest;
 }
 
@@ -152,7 +155,9 @@ inline void start_product(Product product, float* sums, int tiles, const uint32*
       mine.product.a_registers[i] = lane.a_registers;
     }
     mine.product.warp = warp_id() % 4;
-    mine.product.digest = mine.product.digest_operands(mine.product);
+    SharedMemory& memory = Block::current->memory();
+    mine.product.digest = mine.product.digest_operands(mine.product, memory.async(0));
+    if (mine.product.is_changed(memory.base())) Block::current->fail("operands of a product were written and not fenced");
     Block::current->products().add(mine.product, registers, tiles);
   });
 }
@@ -175,7 +180,7 @@ inline void wgmma_wait() {
     host::Block& block = *host::Block::current;
     if (!block.products().has_more_than(kPending)) return;
     block.wait_for_others("its products");
-    if (!block.products().finish(kPending)) block.fail("operands change while a product is under way");
+    if (!block.products().finish(kPending, block.memory())) block.fail("operands change while a product is under way");
   });
 }
 
