@@ -10,7 +10,7 @@ from . import sm90_backward, tensormap
 from .launch import Launcher
 from .params import BACKWARD_SM90_PARAMS
 from .plans import POINTER_WORDS as ATTENTION_WORDS
-from .plans import Geometry, attention_params, explain_choice
+from .plans import Geometry, attention_params
 from .problem import AttentionProblem, KernelConfig
 
 _FIELDS = BACKWARD_SM90_PARAMS.fields
@@ -50,7 +50,6 @@ class BackwardSm90Plan:
         keys = n_blocks * geometry.num_heads_k * geometry.batch
         tiles = {"prepare": rows, "main": keys, "finish": rows}
         self.launchers = [Launcher(config, params, tiles[part], device) for part, config in configs.items()]
-        explain_choice(problem, self.config, self.launchers[1].grid)
 
     def _write_map(self, name: str, words: tuple[int, ...]) -> None:
         for word, value in enumerate(words, _MAPS[name]):
