@@ -13,7 +13,8 @@ CpuMode = Literal["auto", "kernels", "sdpa"]
 VARIABLES: dict[str, str] = {
     "HF_FLASH_CUPY_CACHE_DIR": "folder of the compiled kernels and of the demo files (default: the user cache folder)",
     "HF_FLASH_CUPY_CPU": "auto | kernels | sdpa: what a Transformers model runs on the CPU (auto: SDPA, one warning)",
-    "HF_FLASH_CUPY_ARCH": "75 | 80 | …: run that architecture's kernels, as PTX, on whatever GPU is there (for tests)",
+    "HF_FLASH_CUPY_ARCH": "75 | 80 | …: run that architecture's kernels, as PTX, on whatever GPU is there; "
+    "90a: Hopper's on the CPU (for tests)",
     "HF_FLASH_CUPY_EXPLAIN": "1: print each kernel choice once",
     "HF_FLASH_CUPY_SANITIZE": "address,undefined: build the host kernels with these sanitizers (for tests)",
 }

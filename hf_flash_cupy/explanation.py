@@ -32,7 +32,7 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
         return "\n".join(_decode_lines(problem, geometry, arch, decode.multiprocessors(q.device)))
     lines = list(_lines(problem, geometry, arch))
     if problem.algorithm == "fa2" and sm90.serves(q.device):
-        if (config := sm90.select(problem, geometry)) is not None:
+        if (config := sm90.select_on(q.device, problem, geometry)) is not None:
             lines = list(_hopper_lines(problem, geometry, config))
         else:
             lines.append(f"not sm_90a     {sm90.refusal(problem, geometry)}")
@@ -71,7 +71,7 @@ def _hopper_lines(problem: AttentionProblem, geometry: Geometry, config: KernelC
     assert tile is not None
     of_head, total = sm90.num_tiles(problem, geometry, tile)
     rows = sm90.UNIT_ROWS
-    yield from _kernel_lines(problem, sm90.ARCH, config)
+    yield from _kernel_lines(problem, config.arch, config)
     yield (
         f"tile           {tile.block_m} rows × {tile.block_n} keys, {tile.block_m // rows} warpgroups of {rows} rows "
         f"and one that loads, {tile.stages} stages"

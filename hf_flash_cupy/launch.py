@@ -153,7 +153,7 @@ class Launcher:
 
         def launch() -> None:
             shape = (ctypes.c_uint * 4)(*self.grid, 1, torch.get_num_threads())
-            if function(address, ctypes.addressof(shape)) != 0:
-                raise RuntimeError(f"The host kernel {self.config.name} failed.")
+            if (failure := function(address, ctypes.addressof(shape))) is not None:
+                raise RuntimeError(f"The host kernel {self.config.name} failed: {failure.decode()}.")
 
         return launch

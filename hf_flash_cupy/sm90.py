@@ -180,16 +180,16 @@ def refusal_of_problem(problem: AttentionProblem) -> str:
 
 
 @lru_cache(maxsize=4096)
-def select(problem: AttentionProblem, geometry: Geometry) -> KernelConfig | None:
-    """The kernel that serves the problem, None where mma.sync's does."""
+def select(problem: AttentionProblem, geometry: Geometry, arch: str = ARCH) -> KernelConfig | None:
+    """The kernel that serves the problem, None where mma.sync's does. ``arch``: ARCH or "host"."""
     if refusal(problem, geometry):
         return None
     visible = visibility(problem, _window(geometry))
-    return config(problem, kernel_head_dims(problem), visible, _settings(problem, geometry))
+    return config(problem, kernel_head_dims(problem), visible, _settings(problem, geometry), arch)
 
 
 def config(
-    problem: AttentionProblem, head_dims: tuple[int, int], visible: Visibility, chosen: Settings
+    problem: AttentionProblem, head_dims: tuple[int, int], visible: Visibility, chosen: Settings, arch: str = ARCH
 ) -> KernelConfig:
     """The kernel of the given settings; ``head_dims`` of HEAD_DIMS."""
     load, compute = _registers(chosen.warpgroups, visible)
@@ -207,7 +207,7 @@ def config(
     numbers = f"g{chosen.warpgroups}_n{chosen.block_n}_s{chosen.stages}"
     numbers += "_turns" * chosen.turns + "_unfused" * (not chosen.fused)
     numbers += "_gqa" * chosen.packs + "_left" * visible.left + "_causal" * visible.causal
-    name = dispatch.kernel_name("fa2_forward_sm90", problem, numbers, ARCH, head_dims)
+    name = dispatch.kernel_name("fa2_forward_sm90", problem, numbers, arch, head_dims)
     tile = Tile(
         block_m=UNIT_ROWS * chosen.warpgroups,
         block_n=chosen.block_n,
@@ -217,7 +217,7 @@ def config(
     )
     shared = shared_bytes(chosen, head_dims, visible)
     made = dispatch.kernel_config(
-        *("fa2_forward_sm90", name, "fa2/forward_sm90.cuh", problem, ARCH, tile, head_dims, constants, shared)
+        *("fa2_forward_sm90", name, "fa2/forward_sm90.cuh", problem, arch, tile, head_dims, constants, shared)
     )
     return replace(made, params="ForwardSm90Params", num_threads=128 * (chosen.warpgroups + 1))
 
@@ -306,9 +306,16 @@ def _box(problem: AttentionProblem, geometry: Geometry, name: str, rows: int) ->
 
 def select_on(device: torch.device, problem: AttentionProblem, geometry: Geometry) -> KernelConfig | None:
     """The kernel for a call on ``device``, None where another serves it."""
-    return select(problem, geometry) if serves(device) else None
+    if not serves(device):
+        return None
+    return select(problem, geometry, "host" if device.type == "cpu" else ARCH)
 
 
 def serves(device: torch.device) -> bool:
-    """Whether calls on ``device`` may take this kernel: compute capability 9.0, and no other architecture forced."""
+    """Whether calls on ``device`` may take this kernel: compute capability 9.0, and no other architecture forced.
+
+    On the CPU they do where HF_FLASH_CUPY_ARCH asks for it.
+    """
+    if device.type == "cpu":
+        return env.forced_arch() == ARCH
     return device.type == "cuda" and env.forced_arch() is None and torch.cuda.get_device_capability(device) == (9, 0)

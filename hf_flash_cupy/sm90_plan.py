@@ -32,6 +32,14 @@ _WORDS = _pointer_words()
 _COUNTER_WORD, _OUT_WORD = _WORDS["tile_counter"], _WORDS["plain_out"]
 
 
+_HOST_BLOCKS = 2  # thread blocks on a CPU: few, so that each takes several tiles
+
+
+def _multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 class ForwardSm90Plan:
     """As :class:`hf_flash_cupy.plans.Plan`: one geometry, ready to launch, for one thread."""
 
@@ -50,10 +58,11 @@ class ForwardSm90Plan:
         params["group_inverse"] = min(-(-(1 << 32) // group), (1 << 32) - 1)  # of a group of one nobody asks
         self._words = memoryview(params.view(np.uint8).data).cast("Q")
         self._boxes = sm90.boxes(problem, geometry, config.tile.block_n)
+        on_host = device.type == "cpu"
         for name, box in self._boxes.items():
-            self._write_map(name, tensormap.encode(box))
-        self._patched = tensormap.address_is_a_word()
-        grid = min(torch.cuda.get_device_properties(device).multi_processor_count, total)
+            self._write_map(name, tensormap.host_words(box) if on_host else tensormap.encode(box))
+        self._patched = on_host or tensormap.address_is_a_word()
+        grid = min(_HOST_BLOCKS if on_host else _multiprocessors(device), total)
         self._dynamic = total > grid
         self._varlen = problem.varlen
         self._device = device
@@ -107,9 +116,10 @@ def _ring(device: torch.device) -> _CounterRing:
 def tile_counter(device: torch.device) -> tuple[Tensor | None, int]:
     """The address of a word that is 0 and that no other launch uses, and what must live until the launch.
 
-    A graph's launches repeat, beside whatever runs then: theirs are words of the graph's own memory, zeroed by it.
+    A graph's launches repeat, beside whatever runs then: theirs are words of the graph's own memory, zeroed by it. On a
+    CPU each launch has its own.
     """
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if device.type == "cpu" or torch._C._cuda_isCurrentStreamCapturing():
         word = torch.zeros(1, dtype=torch.int32, device=device)
         return word, word.data_ptr()
     return None, _ring(device).lend()

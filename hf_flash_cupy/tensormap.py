@@ -14,6 +14,7 @@ ADDRESS_WORD = 0  # the tensor's address, as every driver so far writes it: see 
 
 _ALIGNMENT = 64
 _DATA_TYPES: dict[DType, int] = {"fp16": 6, "fp32": 7, "bf16": 9}  # CUtensorMapDataType
+_BYTES: dict[DType, int] = {"fp16": 2, "fp32": 4, "bf16": 2}
 _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 _MOST_STRIDE = 1 << 40
 
@@ -59,6 +60,12 @@ def encode(tensor: TensorBox, address: int = 1 << 20) -> tuple[int, ...]:
     if status != 0:
         raise ValueError(f"cuTensorMapEncodeTiled refused {tensor} (CUresult {status}).")
     return tuple(words)
+
+
+def host_words(tensor: TensorBox, address: int = 0) -> tuple[int, ...]:
+    """The same for a kernel on the CPU: TensorMap of cuda_src/isa/host/tma.cuh."""
+    words = (address, *tensor.sizes, *tensor.strides, *tensor.box, _BYTES[tensor.dtype])
+    return words + (0,) * (WORDS - len(words))
 
 
 @cache

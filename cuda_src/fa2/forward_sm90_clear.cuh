@@ -3,7 +3,7 @@
 #pragma once
 
 #include "fa2/forward_sm90_record.cuh"
-#include "isa/ptx/warpgroup.cuh"
+#include "warpgroup.cuh"
 
 namespace hfc {
 
@@ -127,7 +127,7 @@ template <typename Config>
 __device__ __forceinline__ void clear_rows(const AttentionParams& params) {
   using Element = typename Config::Element;
   const SeqlenInfo first(params, 0);
-  for (int64 row = blockIdx.x; row < first.first_q; row += gridDim.x)
+  for (int64 row = block_index(); row < first.first_q; row += num_blocks())
     for (int head = 0; head < params.num_heads; ++head) {
       Element* out = first.template rows<Element>(params.out, row, head);
       for (int column = lane_id(); column < params.head_dim_v; column += kWarpSize) out[column] = Element{};

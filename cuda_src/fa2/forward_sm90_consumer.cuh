@@ -5,8 +5,8 @@
 #include "fa2/forward_sm90_record.cuh"
 #include "fa2/forward_sm90_softmax.cuh"
 #include "fa2/forward_sm90_store.cuh"
-#include "isa/ptx/warpgroup.cuh"
-#include "isa/ptx/wgmma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
 #include "tile/fragment.cuh"
 
 namespace hfc {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "fa2/forward_sm90_record.cuh"
-#include "isa/ptx/warpgroup.cuh"
+#include "warpgroup.cuh"
 
 namespace hfc {
 
@@ -21,7 +21,7 @@ template <typename Config>
 class TileDealer {
  public:
   __device__ __forceinline__ explicit TileDealer(const ForwardSm90Params& params)
-      : params_(params), num_tiles_(uint32(params.attention.num_tiles)), index_(blockIdx.x) {
+      : params_(params), num_tiles_(uint32(params.attention.num_tiles)), index_(block_index()) {
     if constexpr (Config::kVarlen) {  // only the device knows
       of_class_ = tiles_of_classes<Config>(params);
       num_tiles_ = uint32(warp_sum(of_class_)) * num_dealt_heads<Config>(params.attention);
@@ -39,12 +39,12 @@ class TileDealer {
   // resetting it.
   __device__ __forceinline__ void claim() {
     if (params_.tile_counter == nullptr) {
-      index_ += gridDim.x;
+      index_ += num_blocks();
       return;
     }
     uint32 claimed = 0;
     if (lane_id() == 0) claimed = atomic_increment(params_.tile_counter, num_tiles_ - 1);
-    index_ = gridDim.x + broadcast(claimed, 0);
+    index_ = num_blocks() + broadcast(claimed, 0);
   }
 
  private:

@@ -15,7 +15,7 @@
 #include "attn/score.cuh"
 #include "common/types.cuh"
 #include "isa.cuh"
-#include "isa/ptx/wgmma.cuh"
+#include "wgmma.cuh"
 
 namespace hfc {
 

@@ -3,7 +3,7 @@
 
 #include "fa2/forward_sm90_softmax.cuh"
 #include "fa2/forward_sm90_tiles.cuh"
-#include "isa/ptx/warpgroup.cuh"
+#include "warpgroup.cuh"
 #include "tile/fragment.cuh"
 
 namespace hfc {

@@ -8,8 +8,8 @@
 #include "attn/tile_scheduler.cuh"
 #include "common/math.cuh"
 #include "fa2/forward_sm90_traits.cuh"
-#include "isa/ptx/atomic.cuh"
-#include "isa/ptx/warpgroup.cuh"
+#include "atomic.cuh"
+#include "warpgroup.cuh"
 
 namespace hfc {
 
@@ -39,7 +39,9 @@ struct RowTile {
   __device__ __forceinline__ bool has_rows(int warpgroup) const { return exists() && warpgroup < num_units; }
   __device__ __forceinline__ int first_row(const ForwardSm90Params& params, int warpgroup) const {
     const int unit = first_unit + warpgroup;
-    return kUnitRows * (Config::kPacksHeads ? int(high_product(uint32(unit), params.group_inverse)) : unit);
+    if constexpr (Config::kPacksHeads)
+      return int(kUnitRows * high_product(uint32(unit), params.group_inverse));  // wraps for none
+    return kUnitRows * unit;
   }
   __device__ __forceinline__ int end_row(const ForwardSm90Params& params) const {
     return first_row(params, num_units - 1) + kUnitRows;

@@ -4,8 +4,8 @@
 #include "common/math.cuh"
 #include "common/params.cuh"
 #include "isa.cuh"
-#include "isa/ptx/mbarrier.cuh"
-#include "isa/ptx/tma.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
 
 namespace hfc {
 
@@ -100,7 +100,7 @@ struct ForwardSm90Traits {
   static constexpr int kSharedBytes = kAlignment + kBarriers + 8 * kNumBarriers;
   static_assert(kSharedBytes == Config::kSharedBytes, "sm90.py and this plan disagree");
 
-  SharedPtr base = (shared_base() + (kAlignment - 1)) & ~SharedPtr(kAlignment - 1);
+  SharedPtr base = align_up(shared_base(), kAlignment);
 
   __device__ __forceinline__ static int q_offset(int warpgroup, int slot) {
     return kQ + (slot * kWarpgroups + warpgroup) * TileQ::kBytes;

@@ -39,7 +39,7 @@ class HostKernel:
     """A kernel loaded for the CPU."""
 
     config: KernelConfig
-    function: Callable[[Any, Any], int]  # (const Params*, const LaunchShape*) → what hfc::host::launch returns
+    function: Callable[[Any, Any], bytes | None]  # (const Params*, const LaunchShape*) → what went wrong, None: nothing
     binary: Path
 
 
@@ -157,7 +157,7 @@ def _load_host_kernel(config: KernelConfig, sanitize: str) -> HostKernel:
     def load(entry: cache.Entry) -> HostKernel:
         function = ctypes.CDLL(str(entry.binary))[config.name]
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        function.restype = ctypes.c_int
+        function.restype = ctypes.c_char_p
         return HostKernel(config, function, entry.binary)
 
     return _load(host_recipe(config, sanitize), load, OSError)

@@ -170,7 +170,7 @@ def _host_entry(config: KernelConfig) -> list[str]:
     launch = f"hfc::host::launch<hfc::{config.params}, {config.num_threads}, {config.shared_bytes}>"
     return [
         'extern "C" __attribute__((visibility("default")))',
-        f"int {config.name}(const hfc::{config.params}* params, const hfc::host::LaunchShape* shape) {{",
+        f"const char* {config.name}(const hfc::{config.params}* params, const hfc::host::LaunchShape* shape) {{",
         f"  return {launch}(&hfc::{config.kernel}<hfc::Config>, *params, *shape);",
         "}",
     ]

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 from attention_check import identical, qkv, randn
-from hopper_check import CUDA, HALVES, check_hopper, check_hopper_varlen, hopper  # noqa: F401
-from torch import Tensor
+from hopper_check import (
+    CUDA,
+    HALVES,
+    PACKINGS,
+    by_head,
+    check_hopper,
+    check_hopper_varlen,
+    cumulative,
+    documents,
+    hidden_from_all,
+    hopper,  # noqa: F401
+    padding,
+)
 
 from hf_flash_cupy import flash_attention, flash_attention_varlen, sm90
 
@@ -57,35 +66,16 @@ def test_windows_of_modified_scores(dtype: torch.dtype) -> None:
             check_hopper(q, k, v, window_size=(100, 30), **options)
 
 
-def padding(rows: int, keys: int) -> Tensor:
-    """Left and right padding, an entry each."""
-    ends = torch.tensor([(keys // 3, keys), (0, keys - keys // 4)], dtype=torch.int32, device=CUDA)
-    return ends[:, None, None].expand(-1, -1, rows, -1)
-
-
-def documents(rows: int, keys: int) -> Tensor:
-    """Rows see keys far apart, with holes that nobody sees, and some rows see none."""
-    row = torch.arange(rows, device=CUDA)
-    lo = row // 37 * 113 % max(keys - 20, 1)
-    hi = torch.where(row % 11 == 3, lo, lo + 5 + row % 60)
-    return torch.stack([lo, hi], dim=-1).to(torch.int32)
-
-
-def by_head(rows: int, keys: int) -> Tensor:
-    ends = torch.tensor([(0, keys), (3, keys // 2), (keys - 9, keys + 50), (-7, 40)], dtype=torch.int32, device=CUDA)
-    return ends[None, :, None].expand(-1, -1, rows, -1)
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_key_intervals(head_dim: int, dtype: torch.dtype) -> None:
     for rows, keys in LENGTHS:
         q, k, v = qkv(2, rows, keys, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
         for make in (padding, documents, by_head):
-            intervals = make(rows, keys)
+            intervals = make(rows, keys, CUDA)
             check_hopper(q, k, v, key_intervals=intervals)
             check_hopper(q, k, v, key_intervals=intervals, causal=True)
-        check_hopper(q, k, v, key_intervals=padding(rows, keys), window_size=(60, 5))
+        check_hopper(q, k, v, key_intervals=padding(rows, keys, CUDA), window_size=(60, 5))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -98,35 +88,14 @@ def test_masks(head_dim: int, dtype: torch.dtype) -> None:
         padded = torch.arange(keys, device=CUDA)[None, None, None] < keys - 30
         check_hopper(q, k, v, mask=sparse)
         check_hopper(q, k, v, mask=padded, causal=True)
-        check_hopper(q, k, v, mask=sparse, key_intervals=padding(rows, keys))
+        check_hopper(q, k, v, mask=sparse, key_intervals=padding(rows, keys, CUDA))
         check_hopper(q, k, v, mask=sparse.mT.contiguous().mT, window_size=(80, 10), softcap=4.0)
 
 
 def test_many_tiles_of_intervals() -> None:
     q, k, v = qkv(2, 2500, 2500, 24, 128, dtype=torch.bfloat16, device=CUDA, num_heads_k=8)
-    check_hopper(q, k, v, key_intervals=documents(2500, 2500))
-    check_hopper(q, k, v, key_intervals=padding(2500, 2500), causal=True)
-
-
-def hidden_from_all(keys: int, **options: Any) -> list[tuple[dict[str, Any], Tensor]]:
-    """Options of calls with 300 rows, and which keys no row of an entry sees: (2, keys)."""
-    nowhere = torch.zeros(2, keys, dtype=torch.bool, device=CUDA)
-    padded, holes, masked, left = (nowhere.clone() for _ in range(4))
-    padded[0, : keys // 3] = padded[1, keys - keys // 4 :] = True
-    holes[:] = True
-    seen = documents(300, keys)
-    for lo, hi in seen.tolist():
-        holes[:, lo:hi] = False
-    masked[:, ::3] = masked[1, 64:128] = True
-    left[:, : max(keys - 300 - 5, 0)] = True
-    return [
-        ({"key_intervals": padding(300, keys)}, padded),
-        ({"key_intervals": seen}, holes),
-        ({"mask": ~masked[:, None, None]}, masked),
-        ({"mask": ~masked[:, None, None], "key_intervals": padding(300, keys)}, masked | padded),
-        ({"window_size": (5, 0)}, left),
-        ({"window_size": (5, -1)}, left),
-    ]
+    check_hopper(q, k, v, key_intervals=documents(2500, 2500, CUDA))
+    check_hopper(q, k, v, key_intervals=padding(2500, 2500, CUDA), causal=True)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -134,29 +103,13 @@ def hidden_from_all(keys: int, **options: Any) -> list[tuple[dict[str, Any], Ten
 def test_hidden_keys_never_matter(head_dim: int, dtype: torch.dtype) -> None:
     keys = 610
     q, k, v = qkv(2, 300, keys, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
-    for options, hidden in hidden_from_all(keys):
+    for options, hidden in hidden_from_all(keys, CUDA):
         plain = flash_attention(q, k, v, return_lse=True, **options)
         for value in (math.nan, math.inf, -math.inf):
             dirty_k, dirty_v = (x.masked_fill(hidden[:, :, None, None], value) for x in (k, v))
             check_hopper(q, dirty_k, dirty_v, **options)
             again = flash_attention(q, dirty_k, dirty_v, return_lse=True, **options)
             assert all(identical(x, y) for x, y in zip(plain, again, strict=True))
-
-
-def cumulative(lengths: list[int]) -> list[int]:
-    return [0, *accumulate(lengths)]
-
-
-PACKINGS = {
-    "one": ([0, 200], [0, 133]),
-    "even": ([0, 128, 256], [0, 128, 256]),
-    "ragged": ([0, 1, 71, 400, 403], [0, 5, 6, 340, 470]),
-    "zero-length": ([0, 0, 120, 304, 304], [0, 25, 42, 51, 81]),
-    "no-keys": ([0, 10, 20, 190], [0, 0, 30, 30]),
-    "many": (cumulative([i * 53 % 130 for i in range(40)]), cumulative([i * 71 % 110 for i in range(40)])),
-    "one-of-many": (cumulative([0] * 70 + [700] + [0] * 40), cumulative([0] * 70 + [550] + [2] * 40)),
-    "mixed": (cumulative([900, 3, 64, 191, 192, 193, 1500]), cumulative([900, 3, 64, 191, 192, 193, 1500])),
-}
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -5,4 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+FOLDER = Path(__file__).parent
+for folder in (FOLDER, FOLDER.parent / "attention"):
+    sys.path.insert(0, str(folder))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_flash_cupy import dropout_mask, flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+from hf_flash_cupy.launch import record_launches
 from hf_flash_cupy.reference import attention_reference
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -174,6 +175,20 @@ def decode(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> N
     assert out.isfinite().all()
 
 
+def hopper(device: str) -> None:
+    """The Hopper forward: on its GPU, or on the CPU, in a process of its own."""
+    if device == "cpu":
+        os.environ["HF_FLASH_CUPY_ARCH"] = "90a"
+    with record_launches() as records:
+        for lengths in ((64, 70), (333, 65)):
+            q, k, v = tensors(device, BF16, 64, 64, *lengths)
+            for options in ({"causal": True}, {"window_size": (5, 3)}, {"mask": torch.ones(1, 1).bool().to(device)}):
+                right(q, k, v, **options)
+        varlen(device, BF16, 64)
+    if device == "cpu":
+        assert "fa2_forward_sm90" in {record.kernel for record in records}
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "bf16-decode": lambda device: decode(device, BF16, 32, 32),
     "bf16-vector": lambda device: plain(device, BF16, 24, 24),
@@ -209,6 +224,7 @@ MORE_CASES: dict[str, Callable[[str], None]] = {
     "fp16-decode-elements": lambda device: decode(device, FP16, 23, 40),
     "fp32-decode": lambda device: decode(device, FP32, 64, 32),
     "fp32-chunks": lambda device: plain(device, FP32, 259, 301),
+    "bf16-hopper": hopper,
 }
 
 

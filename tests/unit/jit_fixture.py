@@ -73,10 +73,10 @@ FILES = {
         inline thread_local int current = 0;
         struct LaunchShape { unsigned grid_x, grid_y, grid_z; int num_workers; };
         template <class Params, int kNumThreads, int kSharedBytes>
-        int launch(void (*kernel)(const Params&), const Params& params, const LaunchShape& shape) {
+        const char* launch(void (*kernel)(const Params&), const Params& params, const LaunchShape& shape) {
           const int count = static_cast<int>(shape.grid_x) * kNumThreads;
           for (current = 0; current < count; ++current) kernel(params);
-          return 0;
+          return nullptr;
         }
         }  // namespace hfc::host
     """,
@@ -136,8 +136,8 @@ def is_right(kernel: module.HostKernel, factor: int) -> bool:
     out = np.full_like(VALUES, np.nan)
     struct = tiny_params(VALUES.ctypes.data, out.ctypes.data, VALUES.size)
     shape = LaunchShape(-(-VALUES.size // kernel.config.num_threads), 1, 1, 1)
-    code = kernel.function(struct.ctypes.data, ctypes.byref(shape))
-    return code == 0 and bool(np.allclose(out, factor * VALUES.astype(np.float64) + SHIFT, rtol=1e-6))
+    failure = kernel.function(struct.ctypes.data, ctypes.byref(shape))
+    return failure is None and bool(np.allclose(out, factor * VALUES.astype(np.float64) + SHIFT, rtol=1e-6))
 
 
 def install(root: Path) -> None:

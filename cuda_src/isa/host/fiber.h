@@ -92,6 +92,9 @@ class Fiber {
   void prepare(char* stack, std::size_t bytes, Entry entry) {
     bottom_ = stack;
     bytes_ = bytes;
+#ifdef HFC_ADDRESS_SANITIZER
+    __asan_unpoison_memory_region(stack, bytes);  // frames of the fiber before, which never returned
+#endif
     auto top = reinterpret_cast<std::uintptr_t>(stack + bytes) & ~std::uintptr_t(15);
     auto* frame = reinterpret_cast<void**>(top);
 #if defined(__x86_64__)

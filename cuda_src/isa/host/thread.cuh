@@ -13,7 +13,7 @@ using SharedPtr = char*;
 
 constexpr int kSharedGap = 128;  // between shared arrays, poisoned for the address sanitizer; keeps their alignment
 
-__device__ __forceinline__ SharedPtr shared_base() { return host::Block::current->shared(); }
+__device__ __forceinline__ SharedPtr shared_base() { return host::Block::current->memory().base(); }
 inline void mark_shared_gap(SharedPtr gap) {
 #ifdef HFC_ADDRESS_SANITIZER
   __asan_poison_memory_region(gap, kSharedGap);
@@ -25,6 +25,8 @@ __device__ __forceinline__ int thread_id() { return host::Block::current->thread
 __device__ __forceinline__ int lane_id() { return thread_id() % kWarpSize; }
 __device__ __forceinline__ int warp_id() { return thread_id() / kWarpSize; }
 __device__ __forceinline__ int64 block_id() { return host::Block::current->block(); }
+__device__ __forceinline__ uint32 block_index() { return uint32(block_id()); }
+__device__ __forceinline__ uint32 num_blocks() { return uint32(host::Block::current->num_blocks()); }
 
 __device__ __forceinline__ int64 in_place(int64 value) { return value; }
 __device__ __forceinline__ int in_place(int value) { return value; }
@@ -104,6 +106,8 @@ inline float warp_max(float value) {
   return values[0];
 }
 
+inline SharedPtr align_up(SharedPtr address, int bytes) { return address + (bytes - (address - shared_base()) % bytes) % bytes; }
+
 // Valid where the address is aligned to more than `bits`.
 __device__ __forceinline__ SharedPtr flip_bits(SharedPtr address, int bits) {
   return reinterpret_cast<SharedPtr>(reinterpret_cast<std::uintptr_t>(address) ^ std::uintptr_t(bits));
@@ -118,12 +122,21 @@ __device__ __forceinline__ T read(const void* source) {
 
 __device__ __forceinline__ int load_shared_int(SharedPtr address) { return read<int>(address); }
 __device__ __forceinline__ uint32 load_shared(SharedPtr address) { return read<uint32>(address); }
+__device__ __forceinline__ void load_shared(SharedPtr address, float& x, float& y) {
+  x = read<float>(address);
+  y = read<float>(address + 4);
+}
 __device__ __forceinline__ Chunk load_shared_chunk(SharedPtr address) { return read<Chunk>(address); }
-__device__ __forceinline__ void store_shared(SharedPtr address, uint32 value) { std::memcpy(address, &value, 4); }
+template <typename T>
+__device__ __forceinline__ void write_shared(SharedPtr address, const T& value) {
+  std::memcpy(address, &value, sizeof(T));
+  if (host::watches_writes) host::Block::current->memory().note_write(thread_id(), address, sizeof(T));
+}
+__device__ __forceinline__ void store_shared(SharedPtr address, uint32 value) { write_shared(address, value); }
 __device__ __forceinline__ void store_shared(SharedPtr address, uint32 x, uint32 y) {
   store_shared(address, x);
   store_shared(address + 4, y);
 }
-__device__ __forceinline__ void store_shared(SharedPtr address, Chunk c) { std::memcpy(address, &c, 16); }
+__device__ __forceinline__ void store_shared(SharedPtr address, Chunk c) { write_shared(address, c); }
 
 }  // namespace hfc

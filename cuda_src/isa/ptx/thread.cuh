@@ -20,6 +20,9 @@ __device__ __forceinline__ int lane_id() { return int(threadIdx.x) % kWarpSize; 
 // The shuffle tells the compiler that the value is the same for a whole warp; call it where all lanes do.
 __device__ __forceinline__ int warp_id() { return __shfl_sync(~0u, int(threadIdx.x) / kWarpSize, 0); }
 __device__ __forceinline__ int64 block_id() { return int64(blockIdx.y) * gridDim.x + blockIdx.x; }
+// Of a grid of one row.
+__device__ __forceinline__ uint32 block_index() { return blockIdx.x; }
+__device__ __forceinline__ uint32 num_blocks() { return gridDim.x; }
 
 // Hides a value's origin: what follows from it is computed where it is used, not kept in registers across a loop.
 __device__ __forceinline__ int64 in_place(int64 value) {
@@ -98,6 +101,11 @@ __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, step));
   return value;
+}
+
+// To a power of two.
+__device__ __forceinline__ SharedPtr align_up(SharedPtr address, int bytes) {
+  return (address + (bytes - 1)) & ~SharedPtr(bytes - 1);
 }
 
 // Valid where the address is aligned to more than `bits`.
