@@ -35,11 +35,6 @@ _COUNTER_WORD, _OUT_WORD = _WORDS["tile_counter"], _WORDS["plain_out"]
 _HOST_BLOCKS = 2  # thread blocks on a CPU: few, so that each takes several tiles
 
 
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
 class ForwardSm90Plan:
     """As :class:`hf_flash_cupy.plans.Plan`: one geometry, ready to launch, for one thread."""
 
@@ -62,7 +57,8 @@ class ForwardSm90Plan:
         for name, box in self._boxes.items():
             self._write_map(name, tensormap.host_words(box) if on_host else tensormap.encode(box))
         self._patched = on_host or tensormap.address_is_a_word()
-        grid = min(_HOST_BLOCKS if on_host else _multiprocessors(device), total)
+        most = _HOST_BLOCKS if on_host else torch.cuda.get_device_properties(device).multi_processor_count
+        grid = min(most, total)
         self._dynamic = total > grid
         self._varlen = problem.varlen
         self._device = device

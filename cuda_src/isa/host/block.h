@@ -227,12 +227,12 @@ class Block {
     return waits_[i].what == waits_[j].what && waits_[i].place == waits_[j].place;
   }
   std::string deadlock() const {
-    std::string text = "deadlock:";
+    std::string text = "deadlock";
     for (int first = 0, end; first < num_threads_; first = end) {
       for (end = first + 1; end < num_threads_ && same_wait(first, end);) ++end;
       const std::string waits =
           finished_[first] ? " are done" : " wait for " + described(waits_[first].what, waits_[first].place);
-      text += " threads " + std::to_string(first) + " to " + std::to_string(end - 1) + waits + ";";
+      text += (first == 0 ? ": threads " : "; threads ") + std::to_string(first) + " to " + std::to_string(end - 1) + waits;
     }
     return text;
   }
