@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
 from hf_flash_cupy.errors import UnsupportedProblem
@@ -24,8 +24,9 @@ def enable_flash_alias() -> None:
     list the implementations they take (gpt_oss).
 
     Transformers looks for a package behind such a name. The private function that does,
-    ``transformers.modeling_flash_attention_utils._lazy_imports``, is wrapped, for this one name. Repeating the call is
-    harmless; ``hf_flash_cupy.integrations.alias.disable_flash_alias`` takes it back.
+    ``transformers.modeling_flash_attention_utils._lazy_imports``, is wrapped, for this one name; and so is the warm-up
+    of continuous batching (see :func:`_wait_for_warm_ups`). Repeating the call is harmless;
+    ``hf_flash_cupy.integrations.alias.disable_flash_alias`` takes it back.
 
     Raises:
         UnsupportedProblem: this version of Transformers has no such function.
@@ -45,6 +46,7 @@ def enable_flash_alias() -> None:
         )
     if not isinstance(original, _LazyImports):
         flash_utils._lazy_imports = _LazyImports(original)
+    _wait_for_warm_ups(True)
     functions = {NAME: flash_alias_forward, f"paged|{NAME}": paged_attention_forward}
     for name, function in functions.items():
         AttentionInterface.register(name, update_wrapper(partial(function, algorithm="fa2"), function))
@@ -60,11 +62,41 @@ def disable_flash_alias() -> None:
     wrapped = getattr(flash_utils, "_lazy_imports", None)
     if isinstance(wrapped, _LazyImports):
         flash_utils._lazy_imports = wrapped.original
+    _wait_for_warm_ups(False)
     for name in (NAME, f"paged|{NAME}"):
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
         if getattr(flash_utils, "_loaded_implementation", None) == name:
             flash_utils._loaded_implementation = None
+
+
+def _wait_for_warm_ups(wanted: bool) -> None:
+    """Whether continuous batching waits for each step that it runs to warm up.
+
+    Under a name with ``flash`` Transformers prepares a step while the one before runs. 5.17 does not wait for its
+    warm-ups either, whose inputs the first real steps then overwrite: on a busy GPU a model with a sliding window got
+    wrong tokens, or an index out of range. Later versions wait; once more costs nothing.
+    """
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+    runner: Any = ModelRunner
+    original = getattr(runner.run_one_warmup, "_hf_flash_cupy_original", None)
+    if wanted and original is None:
+        runner.run_one_warmup = _waiting(runner.run_one_warmup)
+    elif not wanted and original is not None:
+        runner.run_one_warmup = original
+
+
+def _waiting(warm_up: Any) -> Any:
+    @wraps(warm_up)
+    def run_one_warmup(self: Any, *arguments: Any, **options: Any) -> Any:
+        duration = warm_up(self, *arguments, **options)
+        if (stream := self.inputs_and_outputs.compute_stream) is not None:
+            stream.synchronize()
+        return duration
+
+    run_one_warmup._hf_flash_cupy_original = warm_up  # type: ignore[attr-defined]
+    return run_one_warmup
 
 
 class _LazyImports:

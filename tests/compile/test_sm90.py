@@ -134,6 +134,14 @@ def test_sections_are_even(pairs: int, group: int) -> None:
     assert sections * size - pairs < sections  # none is shorter than the others by more than its share
 
 
+@pytest.mark.parametrize(("seqlen", "causal", "mebibytes"), [(1024, True, 16), (8192, True, 128), (8192, False, 16)])
+def test_sections_hold_what_the_cache_does(seqlen: int, causal: bool, mebibytes: int) -> None:
+    """Long causal rows alone read their keys from device memory, for the sake of a long list of tiles."""
+    numbers = geometry(head_dim=256, seqlen=seqlen, batch=200, num_heads_k=8, window=(-1, 0 if causal else -1))
+    keys = sm90.heads_per_section(problem(256), numbers) * seqlen * (256 + 256) * 2
+    assert mebibytes / 2 < keys / 2**20 <= mebibytes
+
+
 @pytest.mark.parametrize(("rows", "group"), [(64, 1), (65, 1), (64, 4), (128, 5), (1000, 8)])
 def test_tiles_hold_all_units(rows: int, group: int) -> None:
     """Heads that share their keys fill tiles together; of others each fills its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -49,6 +51,20 @@ class TestComingAndGoing:
         flash_utils._lazy_imports("flash_attention_2", None, allow_all_kernels=True)
         flash_utils._lazy_imports(None)
         assert asked == [(("flash_attention_2", None), {"allow_all_kernels": True}), ((None,), {})]
+
+    def test_continuous_batching_waits_for_its_warm_ups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ran: list[object] = []
+        monkeypatch.setattr(ModelRunner, "run_one_warmup", warm_up := lambda runner, *given: ran.append(given) or 2.5)
+        stream = SimpleNamespace(synchronize=lambda: ran.append("waited"))
+        enable_flash_alias()
+        enable_flash_alias()
+        for each, happened in ((stream, [(1, 2), "waited"]), (None, [(1, 2)])):
+            runner = SimpleNamespace(inputs_and_outputs=SimpleNamespace(compute_stream=each))
+            assert ModelRunner.run_one_warmup(runner, 1, 2) == 2.5
+            assert ran == happened
+            ran.clear()
+        disable_flash_alias()
+        assert ModelRunner.run_one_warmup is warm_up
 
     def test_another_transformers_is_refused_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(flash_utils, "_lazy_imports")
