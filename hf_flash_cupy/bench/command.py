@@ -15,11 +15,10 @@ from rich.console import Console
 from hf_flash_cupy.bench import decode, peers, plots, report
 from hf_flash_cupy.bench import record as records
 from hf_flash_cupy.bench.calls import call_costs
-from hf_flash_cupy.bench.measure import Measurement, Row, release, why
+from hf_flash_cupy.bench.measure import Measurement, Row, release, require_gpu, why
 from hf_flash_cupy.bench.models_command import bench_models
 from hf_flash_cupy.bench.race import whole_rounds
 from hf_flash_cupy.bench.shapes import DIRECTIONS, DTYPES, PRESETS, Shape, papers_shapes, with_heads_k
-from hf_flash_cupy.errors import MissingDependency
 
 _LEAST_ROUND_MS = 4.0
 
@@ -115,11 +114,7 @@ def _check_machine(smoke: bool, plot: Path | None) -> None:
     """Raises MissingDependency for what is missing before the measurements rather than after them."""
     if plot is not None:
         plots.pyplot()
-    if not smoke and not torch.cuda.is_available():
-        raise MissingDependency(
-            "No CUDA device is usable here, and times of CPU kernels say nothing.",
-            "run on a GPU machine (hf-flash-cupy doctor names what is wrong), or see that it works with --smoke",
-        )
+    require_gpu(smoke)
 
 
 def _show(record: records.Record, markdown: Path | None) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_flash_cupy.bench import peers
 from hf_flash_cupy.bench.race import Run, Stopped, race
 from hf_flash_cupy.bench.shapes import Shape
+from hf_flash_cupy.errors import MissingDependency
 
 _ROOT = Path(__file__).parents[2]  # a record names no folder of the machine
 _STEP = 512  # torch hands out device memory in steps of this many bytes
@@ -86,6 +87,15 @@ def peak_bytes(run: Run) -> int:
     peak = torch.cuda.max_memory_allocated() - before
     del result
     return peak
+
+
+def require_gpu(smoke: bool) -> None:
+    """Raises MissingDependency where there is none, unless only ``smoke`` is asked for."""
+    if not smoke and not torch.cuda.is_available():
+        raise MissingDependency(
+            "No CUDA device is usable here, and times of CPU kernels say nothing.",
+            "run on a GPU machine (hf-flash-cupy doctor names what is wrong), or see that it works with --smoke",
+        )
 
 
 def _settled_bytes() -> int:

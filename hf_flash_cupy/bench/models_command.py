@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from hf_flash_cupy.bench import models, report
 from hf_flash_cupy.bench import record as records
-from hf_flash_cupy.errors import MissingDependency
+from hf_flash_cupy.bench.measure import require_gpu
 
 _DEFAULT = tuple(name for name in models.IMPLEMENTATIONS if name != "cupy_fa1")
 
@@ -37,11 +36,7 @@ def bench_models(
     workloads = models.SMOKE if smoke else models.WORKLOADS
     names = _listed("--rows", rows, tuple(workloads))
     chosen = _listed("--peers", peers, models.IMPLEMENTATIONS) if peers else _DEFAULT
-    if not smoke and not torch.cuda.is_available():
-        raise MissingDependency(
-            "No CUDA device is usable here, and times of CPU kernels say nothing.",
-            "run on a GPU machine (hf-flash-cupy doctor names what is wrong), or see that it works with --smoke",
-        )
+    require_gpu(smoke)
     device = "cpu" if smoke else "cuda"
     if smoke:
         os.environ["HF_FLASH_CUPY_CPU"] = "kernels"  # SDPA under our name would show nothing

@@ -28,25 +28,26 @@ class Unavailable(Exception):
 def _ours(shape: Shape, device: str, algorithm: str) -> Attend:
     options: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.window, -1), "algorithm": algorithm}
     if shape.packed:
-        offsets, longest = packing(shape, device)
-        sides = (offsets, offsets, longest, longest)
+        sides = packing(shape, device)
         return lambda q, k, v: flash_attention_varlen(q[0], k[0], v[0], *sides, **options)[None]
     return lambda q, k, v: flash_attention(q, k, v, **options)
 
 
-def packing(shape: Shape, device: str) -> tuple[Tensor, int]:
-    """cu_seqlens (sequences + 1,) int32 of the packed sequences, and the longest of their lengths."""
+def packing(shape: Shape, device: str) -> tuple[Tensor, Tensor, int, int]:
+    """cu_seqlens of rows and of keys, both (sequences + 1,) int32, and the longest sequence of each."""
     offsets = torch.tensor([0, *accumulate(shape.packed)], dtype=torch.int32, device=device)
-    return offsets, max(shape.packed)
+    return offsets, offsets, max(shape.packed), max(shape.packed)
 
 
 def _eager(shape: Shape, device: str) -> Attend:
     """Standard attention (Dao 2022, Algorithm 0) in plain PyTorch operations: every score is written to memory."""
     group = shape.heads // shape.heads_k
     scale = shape.head_dim**-0.5
-    hidden = torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=device).triu_(1) if shape.causal else None
+    hidden = None
     if (seen := dense_mask(shape, device)) is not None:
         hidden = ~seen
+    elif shape.causal:
+        hidden = torch.ones(shape.seqlen, shape.seqlen, dtype=torch.bool, device=device).triu_(1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seqlen, head_dim)
@@ -104,10 +105,9 @@ def _packed_flash(shape: Shape, device: str, backend: SDPBackend) -> Attend:
     """The kernel behind torch's flash backend takes packed sequences, though SDPA itself has no argument for them."""
     if backend is not SDPBackend.FLASH_ATTENTION:
         raise Unavailable("this backend of torch's SDPA has no packed sequences")
-    offsets, longest = packing(shape, device)
+    sides = packing(shape, device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        sides = (offsets, offsets, longest, longest)
         out: Tensor = torch.ops.aten._flash_attention_forward(q[0], k[0], v[0], *sides, 0.0, shape.causal, False)[0]
         return out[None]
 
@@ -148,8 +148,8 @@ def _package(shape: Shape, device: str, module: str, distribution: str) -> Atten
     if shape.window >= 0:
         options["window_size"] = (shape.window, 0)
     if shape.packed:
-        offsets, longest = packing(shape, device)
-        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        options |= zip(names, packing(shape, device), strict=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if shape.packed:

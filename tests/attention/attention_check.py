@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -24,6 +24,11 @@ SEED = 20220527  # of calls with dropout
 
 GUARD = 1024  # elements on either side of an output that nobody may write to
 _poisoned: set[int] = set()  # addresses of outputs
+
+
+def cumulative(lengths: list[int]) -> list[int]:
+    """Offsets of packed sequences of these lengths."""
+    return [0, *accumulate(lengths)]
 
 
 @contextmanager

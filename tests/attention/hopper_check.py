@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from attention_check import check, check_varlen, poisoned_allocations
+from attention_check import check, check_varlen, cumulative, identical, poisoned_allocations
 from torch import Tensor
 
-from hf_flash_cupy import execute
+from hf_flash_cupy import execute, flash_attention, flash_attention_varlen
 from hf_flash_cupy.launch import record_launches
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -49,6 +49,41 @@ def check_hopper_varlen(
     with record_launches() as records:
         check_varlen(q, k, v, offsets_q, offsets_k, **options)
     assert [record.kernel for record in records] == [KERNEL]
+
+
+def check_packing(q: Tensor, k: Tensor, v: Tensor, offsets_q: list[int], offsets_k: list[int]) -> None:
+    """Plain, causal, with a window, and with every modification of the scores; q of four heads."""
+    slopes = torch.tensor([0.5, 0.25, 0.01, -0.1], device=q.device)
+    check_hopper_varlen(q, k, v, offsets_q, offsets_k)
+    check_hopper_varlen(q, k, v, offsets_q, offsets_k, causal=True)
+    check_hopper_varlen(q, k, v, offsets_q, offsets_k, window_size=(100, 20))
+    by_entry = slopes.expand(len(offsets_q) - 1, 4).contiguous()
+    modified = {"causal": True, "alibi_slopes": by_entry, "sinks": slopes, "softcap": 9.0}
+    check_hopper_varlen(q, k, v, offsets_q, offsets_k, **modified)
+
+
+def check_hidden_keys(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, values: tuple[float, ...], **options: Any
+) -> None:
+    """Keys that nobody sees (hidden: (batch, keys)) may hold ``values``."""
+    plain = flash_attention(q, k, v, return_lse=True, **options)
+    for value in values:
+        dirty_k, dirty_v = (x.masked_fill(hidden[:, :, None, None], value) for x in (k, v))
+        check_hopper(q, dirty_k, dirty_v, **options)
+        again = flash_attention(q, dirty_k, dirty_v, return_lse=True, **options)
+        assert all(identical(x, y) for x, y in zip(plain, again, strict=True))
+
+
+def check_other_sequences(q: Tensor, k: Tensor, v: Tensor, offsets: list[int]) -> None:
+    """NaN in the second packed sequence, and beyond the last offset, stays there. q, k and v become such."""
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=q.device)
+    plain = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 200, 200)
+    for x in (q, k, v):
+        x[offsets[1] : offsets[2]] = x[offsets[-1] :] = math.nan
+    out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 200, 200)
+    assert out[offsets[1] : offsets[2]].isnan().all()
+    out[offsets[1] : offsets[2]] = plain[offsets[1] : offsets[2]]
+    assert identical(out, plain)
 
 
 def padding(rows: int, keys: int, device: torch.device) -> Tensor:
@@ -89,10 +124,6 @@ def hidden_from_all(keys: int, device: torch.device) -> list[tuple[dict[str, Any
         ({"window_size": (5, 0)}, left),
         ({"window_size": (5, -1)}, left),
     ]
-
-
-def cumulative(lengths: list[int]) -> list[int]:
-    return [0, *accumulate(lengths)]
 
 
 PACKINGS = {

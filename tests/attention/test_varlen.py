@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import attention_check as check
 import pytest
 import torch
+from attention_check import cumulative
 from torch import Tensor
 
 from hf_flash_cupy import flash_attention, flash_attention_varlen
 from hf_flash_cupy.launch import launch_count
 
 TWO_TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=check.NAMES.get)
-
-
-def cumulative(lengths: list[int]) -> list[int]:
-    return [0, *accumulate(lengths)]
 
 
 PACKINGS = {

@@ -6,15 +6,17 @@ import math
 
 import pytest
 import torch
-from attention_check import identical, qkv, randn
+from attention_check import cumulative, identical, qkv, randn
 from hopper_check import (
     CUDA,
     HALVES,
     PACKINGS,
     by_head,
+    check_hidden_keys,
     check_hopper,
     check_hopper_varlen,
-    cumulative,
+    check_other_sequences,
+    check_packing,
     documents,
     hidden_from_all,
     hopper,  # noqa: F401
@@ -104,12 +106,7 @@ def test_hidden_keys_never_matter(head_dim: int, dtype: torch.dtype) -> None:
     keys = 610
     q, k, v = qkv(2, 300, keys, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
     for options, hidden in hidden_from_all(keys, CUDA):
-        plain = flash_attention(q, k, v, return_lse=True, **options)
-        for value in (math.nan, math.inf, -math.inf):
-            dirty_k, dirty_v = (x.masked_fill(hidden[:, :, None, None], value) for x in (k, v))
-            check_hopper(q, dirty_k, dirty_v, **options)
-            again = flash_attention(q, dirty_k, dirty_v, return_lse=True, **options)
-            assert all(identical(x, y) for x, y in zip(plain, again, strict=True))
+        check_hidden_keys(q, k, v, hidden, (math.nan, math.inf, -math.inf), **options)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -117,16 +114,10 @@ def test_hidden_keys_never_matter(head_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", PACKINGS)
 def test_packed_sequences(name: str, head_dim: int, dtype: torch.dtype) -> None:
     offsets_q, offsets_k = PACKINGS[name]
-    slopes = torch.tensor([0.5, 0.25, 0.01, -0.1], device=CUDA)
     for tail in (0, 90):
         sizes = (offsets_q[-1] + tail, offsets_k[-1] + tail, 4, head_dim)
         q, k, v = (x[0] for x in qkv(1, *sizes, dtype=dtype, device=CUDA, num_heads_k=2))
-        packing = (q, k, v, offsets_q, offsets_k)
-        check_hopper_varlen(*packing)
-        check_hopper_varlen(*packing, causal=True)
-        check_hopper_varlen(*packing, window_size=(100, 20))
-        by_entry = slopes.expand(len(offsets_q) - 1, 4).contiguous()
-        check_hopper_varlen(*packing, causal=True, alibi_slopes=by_entry, sinks=slopes, softcap=9.0)
+        check_packing(q, k, v, offsets_q, offsets_k)
 
 
 def test_many_packed_heads() -> None:
@@ -142,18 +133,8 @@ def test_many_packed_heads() -> None:
 
 
 def test_other_sequences_never_matter() -> None:
-    """NaN in one packed sequence, and beyond the last offset, stays there."""
-    lengths = [100, 65, 200, 30]
-    offsets = cumulative(lengths)
     q, k, v = (x[0] for x in qkv(1, 500, 500, 4, 128, dtype=torch.bfloat16, device=CUDA, num_heads_k=2))
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=CUDA)
-    plain = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 200, 200)
-    for x in (q, k, v):
-        x[offsets[1] : offsets[2]] = x[offsets[-1] :] = math.nan
-    out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 200, 200)
-    assert out[offsets[1] : offsets[2]].isnan().all()
-    out[offsets[1] : offsets[2]] = plain[offsets[1] : offsets[2]]
-    assert identical(out, plain)
+    check_other_sequences(q, k, v, cumulative([100, 65, 200, 30]))
 
 
 def test_rows_before_the_first_offset_belong_to_no_entry() -> None:

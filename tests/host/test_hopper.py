@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from attention_check import CPU, identical, qkv, randn
+from attention_check import CPU, qkv, randn
 from hopper_check import (
     HALVES,
     PACKINGS,
     by_head,
+    check_hidden_keys,
     check_hopper,
     check_hopper_varlen,
+    check_other_sequences,
+    check_packing,
     documents,
     fresh_plans,
     hidden_from_all,
@@ -180,12 +183,7 @@ def test_key_intervals_and_masks(head_dim: int) -> None:
 def test_hidden_keys_never_matter(head_dim: int) -> None:
     q, k, v = inputs(2, 300, 450, 4, head_dim, dtype=BF16, num_heads_k=2)
     for options, hidden in hidden_from_all(450, CPU):
-        plain = flash_attention(q, k, v, return_lse=True, **options)
-        for value in (math.nan, math.inf):
-            dirty_k, dirty_v = (x.masked_fill(hidden[:, :, None, None], value) for x in (k, v))
-            check_hopper(q, dirty_k, dirty_v, **options)
-            again = flash_attention(q, dirty_k, dirty_v, return_lse=True, **options)
-            assert all(identical(x, y) for x, y in zip(plain, again, strict=True))
+        check_hidden_keys(q, k, v, hidden, (math.nan, math.inf), **options)
 
 
 @pytest.mark.full
@@ -193,29 +191,16 @@ def test_hidden_keys_never_matter(head_dim: int) -> None:
 @pytest.mark.parametrize("name", ["one", "ragged", "zero-length", "no-keys", "many"])
 def test_packed_sequences(name: str, head_dim: int) -> None:
     offsets_q, offsets_k = PACKINGS[name]
-    slopes = torch.tensor([0.5, 0.25, 0.01, -0.1])
     for tail in (0, 90):
         sizes = (offsets_q[-1] + tail, offsets_k[-1] + tail, 4, head_dim)
         q, k, v = (x[0] for x in inputs(1, *sizes, dtype=BF16, num_heads_k=2))
-        packing = (q, k, v, offsets_q, offsets_k)
-        check_hopper_varlen(*packing)
-        check_hopper_varlen(*packing, causal=True)
-        by_entry = slopes.expand(len(offsets_q) - 1, 4).contiguous()
-        check_hopper_varlen(*packing, causal=True, alibi_slopes=by_entry, sinks=slopes, softcap=9.0)
+        check_packing(q, k, v, offsets_q, offsets_k)
 
 
 @pytest.mark.full
 def test_other_sequences_never_matter() -> None:
-    offsets = [0, 100, 165, 365, 395]
     q, k, v = (x[0] for x in inputs(1, 450, 450, 4, 128, dtype=BF16, num_heads_k=2))
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    plain = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 200, 200)
-    for x in (q, k, v):
-        x[offsets[1] : offsets[2]] = x[offsets[-1] :] = math.nan
-    out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 200, 200)
-    assert out[offsets[1] : offsets[2]].isnan().all()
-    out[offsets[1] : offsets[2]] = plain[offsets[1] : offsets[2]]
-    assert identical(out, plain)
+    check_other_sequences(q, k, v, [0, 100, 165, 365, 395])
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from hf_flash_cupy.bench import command, plots, record, report, shapes
 from hf_flash_cupy.bench.claims import best_peer, claims
 from hf_flash_cupy.bench.measure import Row
 from hf_flash_cupy.bench.shapes import PRESETS, Shape
+from hf_flash_cupy.errors import MissingDependency
 
 ROOT = Path(__file__).parents[2]
 TINY = Shape(1, 64, 4, 2, 32, True, "float32")
@@ -106,7 +107,7 @@ class TestReport:
 
     def test_without_matplotlib_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(command.MissingDependency, match=r"hf-flash-cupy\[plots\]"):
+        with pytest.raises(MissingDependency, match=r"hf-flash-cupy\[plots\]"):
             plots.pyplot()
 
 
@@ -185,7 +186,7 @@ class TestCommand:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_without_a_gpu_the_smoke_run_is_named(self) -> None:
         answer = runner.invoke(cli.app, ["bench"])
-        assert isinstance(answer.exception, command.MissingDependency)
+        assert isinstance(answer.exception, MissingDependency)
         assert "--smoke" in str(answer.exception)
 
 
