@@ -18,8 +18,6 @@ from .plans import Geometry, gradient_strides
 from .problem import AttentionProblem, DType, KernelConfig, Tile
 from .tensormap import TensorBox
 
-ENABLED = False  # whether calls on a GPU take these kernels: not before they have been tested on one
-
 HEAD_DIMS = (64, 128)  # of the kernels. Any other is padded with zeros up to the next, by the copy engine.
 MIN_HEAD_DIM = 48  # below, more of a tile would be padding than not
 MIN_ROWS = 64  # rows below which most of a tile would be empty
@@ -197,7 +195,6 @@ def boxes(problem: AttentionProblem, geometry: Geometry) -> dict[str, TensorBox]
 
 def select_on(device: torch.device, problem: AttentionProblem, geometry: Geometry) -> dict[str, KernelConfig] | None:
     """The kernels for a call on ``device``, None where others serve it."""
-    on_host = device.type == "cpu"
-    if not sm90.serves(device) or not (ENABLED or on_host):
+    if not sm90.serves(device):
         return None
-    return select(problem, geometry, "host" if on_host else sm90.ARCH)
+    return select(problem, geometry, "host" if device.type == "cpu" else sm90.ARCH)

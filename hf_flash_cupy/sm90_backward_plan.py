@@ -41,15 +41,16 @@ class BackwardSm90Plan:
         params["attention"]["heads_per_section"] = sm90_backward.heads_per_section(problem, geometry)
         self._words = memoryview(params.view(np.uint8).data).cast("Q")
         self._num_tiles = _ATTENTION + _num_tiles_word()
+        rows = m_blocks * geometry.num_heads * geometry.batch
+        keys = n_blocks * geometry.num_heads_k * geometry.batch
+        tiles = {"prepare": rows, "main": keys, "finish": rows}
+        # Before the maps: a launcher gives its thread the device's context, without which the driver makes none.
+        self.launchers = [Launcher(config, params, tiles[part], device) for part, config in configs.items()]
         self._boxes = sm90_backward.boxes(problem, geometry)
         on_host = device.type == "cpu"
         for name, box in self._boxes.items():
             self._write_map(name, tensormap.host_words(box) if on_host else tensormap.encode(box))
         self._patched = on_host or tensormap.address_is_a_word()
-        rows = m_blocks * geometry.num_heads * geometry.batch
-        keys = n_blocks * geometry.num_heads_k * geometry.batch
-        tiles = {"prepare": rows, "main": keys, "finish": rows}
-        self.launchers = [Launcher(config, params, tiles[part], device) for part, config in configs.items()]
 
     def _write_map(self, name: str, words: tuple[int, ...]) -> None:
         for word, value in enumerate(words, _MAPS[name]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from hopper_check import CUDA, HALVES, hopper  # noqa: F401
 from hopper_gradients import KERNELS, SHAPES, check_hopper_gradients, check_hopper_shapes, forget_backward_plans
 from torch import Tensor
 
-from hf_flash_cupy import execute, flash_attention, sm90_backward
+from hf_flash_cupy import execute, flash_attention, tensormap
+from hf_flash_cupy.call import Call, Options
 from hf_flash_cupy.launch import record_launches
 from hf_flash_cupy.reference import attention_reference
 
@@ -29,8 +32,7 @@ MORE_SHAPES = [  # batch, heads, key heads, rows, keys
 
 
 @pytest.fixture(autouse=True)
-def enabled(monkeypatch: pytest.MonkeyPatch, hopper: None) -> Iterator[None]:  # noqa: F811
-    monkeypatch.setattr(sm90_backward, "ENABLED", True)
+def fresh_backward_plans(hopper: None) -> Iterator[None]:  # noqa: F811
     forget_backward_plans(CUDA)
     yield
     forget_backward_plans(CUDA)
@@ -163,6 +165,20 @@ def test_streams_and_graphs() -> None:
         for results in (captured, beside):
             assert all(torch.equal(x, y) for x, y in zip(results[1:], expected[1:], strict=True))
             assert relative_error(results[0], expected[0]) < 1e-3
+
+
+def test_a_thread_that_has_met_no_device() -> None:
+    """As autograd's at its first call. The driver makes tensor maps only for one that has the device's context."""
+    backward = partial(execute.backward, needs=[True] * 3 + [False] * 2, deterministic=False)
+    call = Call(*qkv(1, 200, 200, 2, 64, dtype=BF16, device=CUDA), {}, Options(causal=True))
+    out, lse, statistics = execute.forward_for_backward(call)
+    tensormap.encode.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(backward, call, out, lse, statistics, out, None).result()
+    assert torch.equal(found[1], backward(call, out, lse, statistics, out, None)[1])
+    tensormap.encode.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(execute.forward, call, need_lse=False).result()[0], out)
 
 
 def test_64_bit_offsets() -> None:
