@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import decode, fa1, fa2_backward, growing, plans, sm90, sm90_plan
+from . import decode, fa1, fa2_backward, growing, plans, sm90, sm90_backward, sm90_backward_plan, sm90_plan
 from .call import Call, describe, is_vector, plan_key
 from .growing import Family
 from .launch import device_arch
@@ -34,7 +34,7 @@ class Prepared(NamedTuple):
 class PreparedBackward(NamedTuple):
     """All that the backward calls of one key share."""
 
-    plan: Plan
+    plan: Plan | sm90_backward_plan.BackwardSm90Plan
     bias_plan: Plan | None
     workspaces: dict[str, int]  # float32 elements of each, by their names in the plan's call
 
@@ -195,7 +195,12 @@ def _prepare_backward(call: Call, out: Tensor, dout: Tensor, deterministic: bool
     batch, row, head = dout.stride()[:3] if dout.dim() == 4 else (0, *dout.stride()[:2])
     geometry = replace(geometry, dout_strides=(batch, row, head))
     device = call.q.device
-    if problem.algorithm == "fa1":
+    plan: Plan | sm90_backward_plan.BackwardSm90Plan
+    hopper = sm90_backward.select_on(device, problem, geometry)
+    if hopper is not None:
+        plan = sm90_backward_plan.BackwardSm90Plan(hopper, problem, geometry, device)
+        workspaces = sm90_backward.workspaces(problem, geometry)
+    elif problem.algorithm == "fa1":
         plan = fa1.fa1_backward_plan(problem, geometry, device)
         workspaces = {"dq_accum": fa1.backward_workspace(problem, geometry)["dq_accum"]}
     else:

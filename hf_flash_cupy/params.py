@@ -109,9 +109,19 @@ FORWARD_SM90_PARAMS = np.dtype(
     ]
 )
 
+BACKWARD_SM90_PARAMS = np.dtype(
+    [
+        *((name, TENSOR_MAP) for name in ("q", "k", "v", "dout", "dk", "dv")),
+        ("attention", ATTENTION_PARAMS),
+        ("row_statistics", _POINTER),
+        ("padding", f"V{64 - (ATTENTION_PARAMS.itemsize + 8) % 64}"),
+    ]
+)
+
 PARAMS: dict[str, np.dtype[Any]] = {
     "AttentionParams": ATTENTION_PARAMS,
     "ForwardSm90Params": FORWARD_SM90_PARAMS,
+    "BackwardSm90Params": BACKWARD_SM90_PARAMS,
 }
 
 

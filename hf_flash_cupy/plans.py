@@ -184,7 +184,7 @@ def write_mask(raw: bytearray, strides: tuple[int, int, int, int]) -> None:
 def attention_params(geometry: Geometry, problem: AttentionProblem) -> np.ndarray[Any, Any]:
     """The struct without pointers and without the numbers of blocks, which are the kernels'."""
     raw, g = bytearray(ATTENTION_PARAMS.itemsize), geometry
-    tensors = (g.q_strides, g.k_strides, g.v_strides, g.out_strides, g.dout_strides, *_gradient_strides(g))
+    tensors = (g.q_strides, g.k_strides, g.v_strides, g.out_strides, g.dout_strides, *gradient_strides(g))
     _TENSORS.write(raw, *(number for strides in tensors for number in (0, *strides)))
     _STRIDES.write(raw, *g.lse_strides, *g.mask_strides, *g.bias_strides, *g.interval_strides, g.alibi_batch_stride)
     _SIZES.write(raw, g.batch, g.num_heads, g.num_heads_k, g.seqlen_q, g.seqlen_k, g.head_dim, g.head_dim_v)
@@ -200,7 +200,7 @@ def attention_params(geometry: Geometry, problem: AttentionProblem) -> np.ndarra
     return np.frombuffer(raw, ATTENTION_PARAMS)
 
 
-def _gradient_strides(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
+def gradient_strides(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
     """Of dq, dk and dv, which are contiguous; a packed tensor has no batch stride."""
     g = geometry
     rows_q, rows_k = g.num_heads * g.head_dim, g.num_heads_k * g.head_dim

@@ -298,10 +298,17 @@ def _box(problem: AttentionProblem, geometry: Geometry, name: str, rows: int) ->
         geometry.num_heads if of_q else geometry.num_heads_k,
         1 if problem.varlen else geometry.batch,
     )
-    batch, row, head = getattr(geometry, f"{name}_strides")
+    return tensor_box(problem.dtype, columns, sizes, getattr(geometry, f"{name}_strides"), rows)
+
+
+def tensor_box(
+    dtype: DType, columns: int, sizes: tuple[int, int, int], strides: tuple[int, int, int], rows: int
+) -> TensorBox:
+    """``sizes``: rows, heads, entries; ``strides``: of entry, row, head, in elements; ``rows`` of a box."""
+    batch, row, head = strides
     # A dimension of size 1 may have any stride; one of 16 bytes is never stepped over.
-    strides = [2 * stride if size > 1 else 16 for stride, size in zip((row, head, batch), sizes, strict=True)]
-    return TensorBox(problem.dtype, (columns, *sizes), (strides[0], strides[1], strides[2]), (PANEL_COLUMNS, rows))
+    steps = [2 * stride if size > 1 else 16 for stride, size in zip((row, head, batch), sizes, strict=True)]
+    return TensorBox(dtype, (columns, *sizes), (steps[0], steps[1], steps[2]), (PANEL_COLUMNS, rows))
 
 
 def select_on(device: torch.device, problem: AttentionProblem, geometry: Geometry) -> KernelConfig | None:

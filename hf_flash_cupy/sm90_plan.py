@@ -52,17 +52,18 @@ class ForwardSm90Plan:
         params["group"] = group = geometry.num_heads // geometry.num_heads_k
         params["group_inverse"] = min(-(-(1 << 32) // group), (1 << 32) - 1)  # of a group of one nobody asks
         self._words = memoryview(params.view(np.uint8).data).cast("Q")
-        self._boxes = sm90.boxes(problem, geometry, config.tile.block_n)
         on_host = device.type == "cpu"
+        most = _HOST_BLOCKS if on_host else torch.cuda.get_device_properties(device).multi_processor_count
+        grid = min(most, total)
+        # Before the maps: a launcher gives its thread the device's context, without which the driver makes none.
+        self.launchers = [Launcher(config, params, grid, device)]
+        self._boxes = sm90.boxes(problem, geometry, config.tile.block_n)
         for name, box in self._boxes.items():
             self._write_map(name, tensormap.host_words(box) if on_host else tensormap.encode(box))
         self._patched = on_host or tensormap.address_is_a_word()
-        most = _HOST_BLOCKS if on_host else torch.cuda.get_device_properties(device).multi_processor_count
-        grid = min(most, total)
         self._dynamic = total > grid
         self._varlen = problem.varlen
         self._device = device
-        self.launchers = [Launcher(config, params, grid, device)]
         explain_choice(problem, config, self.launchers[0].grid)
 
     def _write_map(self, name: str, words: tuple[int, ...]) -> None:

@@ -28,7 +28,8 @@ struct AttentionParams {
   float* lse;                 // (batch, num_heads, seqlen_q), natural log, or null     varlen: (num_heads, total_q)
   const float* dlse;          // gradient of the loss by lse, lse's shape and strides, or null
   float* delta;               // rowsum(dout * out) - dlse, lse's shape and strides
-  float* dq_accum;            // fp32 sums of dq: FA2 in the order of dq_accum.cuh, FA1 as out_accum with head_dim
+  float* dq_accum;            // fp32 sums of dq: FA2 in the order of dq_accum.cuh (Hopper: of BackwardConsumer::stage), FA1 as
+                              // out_accum with head_dim
   int* row_block_keys;        // what rows see, a row block of the FA2 backward pass at a time: see RowBlockKeys
   float* out_accum;           // FA1: O in fp32, (batch, num_heads, seqlen_q, head_dim_v), rows padded to kHeadDimV
   float* row_max;             // m of each row, lse's shape and strides, base 2; or null (FA1: never)

@@ -7,15 +7,6 @@
 
 namespace hfc {
 
-// All panels of a tile's rows, reported to `loaded`.
-template <typename Tile>
-__device__ __forceinline__ void load_panels(Tile tile, const TensorMap& map, SharedPtr loaded, int row, int head, int entry) {
-  mbarrier_arrive_expect(loaded, Tile::kBytes);  // what lies beyond the tensor counts: it arrives as zeros
-#pragma unroll
-  for (int panel = 0; panel < Tile::kPanels; ++panel)
-    tma_load(tile.base + panel * Tile::kPanelBytes, map, loaded, panel * kPanelColumns, row, head, entry);
-}
-
 // Which tile a thread block takes next, for a warp.
 template <typename Config>
 class TileDealer {

@@ -24,31 +24,6 @@ __device__ __forceinline__ void store_statistics(const AttentionParams& params, 
   }
 }
 
-// An accumulator to 16 rows of a panel tile that starts at `rows`, rounded to Element.
-template <typename Element, int kPanelBytes, int kNV>
-__device__ __forceinline__ void stage_rows(SharedPtr rows, const float (&out)[kNV][4]) {
-  const SharedPtr row = rows + lane_id() % 16 * kPanelRowBytes;
-#pragma unroll
-  for (int k = 0; k < kNV / 2; ++k) {
-    uint32 matrices[4];  // rows 0 to 7 and 8 to 15 of the first 8 columns, then of the others
-    to_operand<Element>(matrices, out, k);
-    const int chunk = (k % 4 * 2 + lane_id() / 16) ^ lane_id() % 8;
-    stmatrix(row + (k / 4 * kPanelBytes + chunk * 16), matrices);
-  }
-}
-
-// The first `count` of 16 staged rows, by the lanes: the copy engine writes whole boxes, whose other rows are the next entry's.
-template <typename Element, int kPanelBytes, int kColumns>
-__device__ __forceinline__ void copy_rows(SharedPtr rows, Element* out, int64 row_stride, int count, int columns) {
-  constexpr int kChunks = kColumns / 8;
-  for (int i = lane_id(); i < count * kChunks; i += kWarpSize) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    if (chunk * 8 >= columns) continue;
-    const SharedPtr place = rows + (chunk / 8 * kPanelBytes + row * kPanelRowBytes + (chunk % 8 ^ row % 8) * 16);
-    *reinterpret_cast<Chunk*>(out + row * row_stride + chunk * 8) = load_shared_chunk(place);
-  }
-}
-
 // `rows`: where the warp's queries were. The copy engine may still read it afterwards, see tma_store_wait_read().
 template <typename Config, typename Softmax>
 __device__ __forceinline__ void store_rows(const ForwardSm90Params& params, const RowTile<Config>& tile, int warpgroup,

@@ -6,6 +6,8 @@
 #include "isa.cuh"
 #include "mbarrier.cuh"
 #include "tma.cuh"
+#include "tile/panels.cuh"
+#include "tile/ring.cuh"
 
 namespace hfc {
 
@@ -22,37 +24,7 @@ struct ForwardSm90Params {
   uint8 padding[64 - (sizeof(AttentionParams) + 16) % 64];
 };
 
-constexpr int kPanelColumns = 64;  // 128 bytes of 16-bit elements: the width of the swizzle
-constexpr int kPanelRowBytes = 128;
 constexpr int kUnitRows = 64;  // rows of a warpgroup
-
-// A (rows, columns) operand: panels of 64 columns, one after the other; columns beyond the tensor's are zeros.
-template <int kRows_, int kColumns_>
-struct PanelTile {
-  static constexpr int kRows = kRows_;
-  static constexpr int kPanels = ceil_div(kColumns_, kPanelColumns);
-  static constexpr int kPanelBytes = kRows * kPanelRowBytes;
-  static constexpr int kBytes = kPanels * kPanelBytes;
-
-  SharedPtr base;
-};
-
-// A place in a ring of kSize, and the parity of the barrier phases of this round.
-template <int kSize>
-class Ring {
- public:
-  __device__ __forceinline__ int slot() const { return int(place_ % kWrap); }
-  __device__ __forceinline__ uint32 parity() const { return place_ / kWrap % 2; }
-  __device__ __forceinline__ void advance() {
-    ++place_;
-    if (kSize != kWrap && slot() == kSize) place_ += kWrap - kSize;
-  }
-
- private:
-  static constexpr uint32 kWrap = kSize <= 1 ? 1 : kSize <= 2 ? 2 : kSize <= 4 ? 4 : 8;  // rounds start at its multiples
-  static_assert(kSize <= 8);
-  uint32 place_ = 0;  // in one register
-};
 
 // Shared memory, from a multiple of 1024 bytes on:
 //
@@ -78,7 +50,7 @@ struct ForwardSm90Traits {
   static constexpr bool kClears = kHoles || Config::kLeft || Config::kVarlen;  // blocks may hold keys that nobody sees
   static constexpr int kLengths = 16, kBlocks = kLengths + (Config::kVarlen ? 16 : 0);  // parts of a tile's record
   static constexpr int kTileBytes = kBlocks + (kHoles ? 16 * (1 + kWarpgroups) : 0);
-  static constexpr int kN = Config::kBlockN / 8;     // n-tiles of a block of keys
+  static constexpr int kN = Config::kBlockN / 8;  // n-tiles of a block of keys
   static constexpr int kNV = Config::kHeadDimV / 8;  // n-tiles of the output
   static_assert(Config::kBlockN % 16 == 0 && Config::kHeadDim % 16 == 0 && Config::kHeadDimV % 16 == 0);
   static_assert(Config::kHeadDimV <= Config::kHeadDim, "out is staged where q was");

@@ -59,7 +59,7 @@ def gather(shape: Shape, algorithm: str, direction: str, kernel: Kernel | None) 
     """Counts the work, of "fa1" and "fa2" with the tile numbers of ``kernel``."""
     if kernel is None:
         return Facts(algorithm, direction, work.standard(shape, direction), None)
-    blocks = Blocks(kernel.block_m, kernel.block_n, kernel.parts, kernel.chunks, kernel.group)
+    blocks = Blocks(kernel.block_m, kernel.block_n, kernel.parts, kernel.chunks, kernel.group, kernel.row_bytes)
     of_kernel = work.fa2_forward_sm90 if kernel.stays else _WORK[algorithm, direction]
     return Facts(algorithm, direction, of_kernel(shape, blocks), kernel)
 
@@ -83,12 +83,12 @@ def _launch(facts: Facts, num_sms: int) -> dict[str, str]:
     threads = kernel.config.num_threads
     busy = min(kernel.num_blocks, num_sms)
     tile = f"{kernel.block_m} rows (B_r) × {kernel.block_n} keys (B_c)"
+    groups = f"{kernel.parts} warpgroups of 4 warps that compute, 1 that loads"
+    tile += f", {groups if kernel.has_warpgroups else f'{kernel.parts} warps'}"
     if kernel.stays:
-        tile += f", {kernel.parts} warpgroups of 4 warps that compute, 1 that loads"
         grid = f"{busy:,} thread blocks of {threads} threads that stay and take {kernel.num_blocks:,} tiles in turn"
         together = f"1 thread block an SM, {kernel.num_blocks / max(busy, 1):.2f} tiles each"
     else:
-        tile += f", {kernel.parts} warps"
         grid = f"{kernel.num_blocks:,} thread blocks of {threads} threads"
         waves = kernel.num_blocks / max(kernel.blocks_per_sm * num_sms, 1)
         together = f"{kernel.blocks_per_sm} thread blocks an SM, so {waves:.2f} waves"
@@ -106,12 +106,13 @@ def _launch(facts: Facts, num_sms: int) -> dict[str, str]:
 
 def _ownership(algorithm: str, direction: str, kernel: Kernel) -> str:
     text = OWNERS[algorithm, direction].format(
-        part="warpgroup" if kernel.stays else "warp",
+        part="warpgroup" if kernel.has_warpgroups else "warp",
         keys=kernel.block_n // kernel.parts,
         rows=kernel.block_m // kernel.parts,
     )
-    if kernel.stays:
-        text += "; one more warpgroup loads Q, K and V by TMA"
+    if kernel.has_warpgroups:
+        loaded = "Q, K and V by TMA" if direction == "forward" else "K, V, Q and dO by TMA, and adds dQ by it"
+        text += f"; one more warpgroup loads {loaded}"
     if kernel.group > 1:
         text += f"; rows of the {kernel.group} query heads of a key head share a tile"
     return text
@@ -121,7 +122,7 @@ def _registers(kernel: Kernel) -> str:
     if not kernel.registers:
         return f"not known: {kernel.why_unknown}"
     text = f"{kernel.registers} a thread"
-    if kernel.stays:  # setmaxnreg
+    if kernel.has_warpgroups:  # setmaxnreg
         constants = dict(kernel.config.constants)
         loading, computing = constants["int kLoadRegisters"], constants["int kComputeRegisters"]
         text += f" at the start, then {loading} of one that loads and {computing} of one that computes"

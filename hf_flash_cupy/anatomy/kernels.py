@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from hf_flash_cupy import call, cards, dispatch, env, fa1, fa2_backward, sm90
+from hf_flash_cupy import call, cards, dispatch, env, fa1, fa2_backward, sm90, sm90_backward
 from hf_flash_cupy.bench.shapes import Shape
 from hf_flash_cupy.errors import CompilationError, MissingDependency
 from hf_flash_cupy.plans import Geometry
@@ -37,9 +37,21 @@ class Kernel:
         return self.config.kernel == "fa2_forward_sm90"
 
     @property
+    def has_warpgroups(self) -> bool:
+        """Whether warpgroups compute, and one more loads: the kernels of compute capability 9.0."""
+        return self.config.kernel.endswith("_sm90")
+
+    @property
     def parts(self) -> int:
         """Warps, or the warpgroups that compute, that share the rows or keys of a block."""
-        return self.block_m // sm90.UNIT_ROWS if self.stays else self.config.num_threads // 32
+        return self.config.num_threads // 128 - 1 if self.has_warpgroups else self.config.num_threads // 32
+
+    @property
+    def row_bytes(self) -> int:
+        """Of each row, what a backward kernel is given beside q and dout."""
+        if not self.has_warpgroups:
+            return 4  # delta
+        return sm90_backward.statistics_bytes(self.block_m)[1] // self.block_m
 
     @property
     def blocks_per_sm(self) -> int:
@@ -77,11 +89,12 @@ def find(shape: Shape, algorithm: str, direction: str, arch: str, compile_it: bo
     note = ""
     if arch == sm90.ARCH:
         arch = arch.removesuffix("a")
-        if (algorithm, direction) == ("fa2", "forward"):
+        if algorithm == "fa2":
             problem, geometry = problem_of(shape, algorithm), geometry_of(shape)
-            if (hopper := sm90.select(problem, geometry)) is not None:
-                return _hopper(problem, geometry, hopper, compile_it)
-            note = f"not the kernel of TMA and wgmma: {sm90.refusal(problem, geometry)}"
+            found, refusal = (_hopper if direction == "forward" else _hopper_backward)(problem, geometry, compile_it)
+            if found is not None:
+                return found
+            note = f"not the kernel of TMA and wgmma: {refusal}"
     config, block_m, block_n, chunks = _select(problem_of(shape, algorithm), direction, arch)
     if algorithm == "fa1":  # a thread block a head; backward, one of k and v
         blocks = shape.heads if direction == "forward" else shape.heads_k
@@ -94,16 +107,37 @@ def find(shape: Shape, algorithm: str, direction: str, arch: str, compile_it: bo
     return Kernel(config, block_m, block_n, chunks, total, registers, spills, reason, note=note)
 
 
-def _hopper(problem: AttentionProblem, geometry: Geometry, config: KernelConfig, compile_it: bool) -> Kernel:
-    """The forward kernel of compute capability 9.0."""
+def _hopper(problem: AttentionProblem, geometry: Geometry, compile_it: bool) -> tuple[Kernel | None, str]:
+    """The forward kernel of compute capability 9.0, or why it does not serve the call."""
+    config = sm90.select(problem, geometry)
+    if config is None:
+        return None, sm90.refusal(problem, geometry)
     tile = config.tile
     assert tile is not None
     _, tiles = sm90.num_tiles(problem, geometry, tile)
     registers, spills, reason = _resources(config) if compile_it else (None, 0, "not compiled")
     group = geometry.num_heads // geometry.num_heads_k if sm90.packs_heads(problem, geometry) else 1
-    other = dispatch.select(problem, config.arch.removesuffix("a"))
-    note = f"HF_FLASH_CUPY_ARCH={other.arch} gives the mma.sync kernel {other.name} in its place"
-    return Kernel(config, tile.block_m, tile.block_n, 1, tiles, registers, spills, reason, group, note)
+    note = _in_its_place(dispatch.select(problem, config.arch.removesuffix("a")))
+    return Kernel(config, tile.block_m, tile.block_n, 1, tiles, registers, spills, reason, group, note), ""
+
+
+def _hopper_backward(problem: AttentionProblem, geometry: Geometry, compile_it: bool) -> tuple[Kernel | None, str]:
+    """The same of the backward pass: a thread block a key block."""
+    geometry = replace(geometry, dout_strides=geometry.out_strides)
+    configs = sm90_backward.select(problem, geometry)
+    if configs is None:
+        return None, sm90_backward.refusal(problem, geometry)
+    config = configs["main"]
+    assert config.tile is not None
+    blocks = sm90_backward.num_blocks(problem, geometry)[1] * geometry.num_heads_k * geometry.batch
+    registers, spills, reason = _resources(config) if compile_it else (None, 0, "not compiled")
+    note = _in_its_place(fa2_backward.configs(problem, config.arch.removesuffix("a"))["main"])
+    tile = config.tile
+    return Kernel(config, tile.block_m, tile.block_n, 1, blocks, registers, spills, reason, note=note), ""
+
+
+def _in_its_place(other: KernelConfig) -> str:
+    return f"HF_FLASH_CUPY_ARCH={other.arch} gives the mma.sync kernel {other.name} in its place"
 
 
 def _select(problem: AttentionProblem, direction: str, arch: str) -> tuple[KernelConfig, int, int, int]:
@@ -138,7 +172,7 @@ def _resources(config: KernelConfig) -> tuple[int | None, int, str]:
 def kernel_arch(capability: str) -> str:
     """The architecture whose kernels a call takes on a compute capability. Raises ValueError where there is none.
 
-    "90a": the forward pass has a kernel of its own there, unless HF_FLASH_CUPY_ARCH forces another architecture.
+    "90a": FlashAttention-2 has kernels of its own there, unless HF_FLASH_CUPY_ARCH forces another architecture.
     """
     known = [arch for arch in ARCHS if capability.isdecimal() and int(arch) <= int(capability)]
     if not known:

@@ -24,6 +24,7 @@ class Blocks:
     parts: int  # warps, or warpgroups, that share its rows or keys
     chunks: int = 1  # thread blocks that share the columns of a wide result; each computes the scores anew
     group: int = 1  # query heads whose rows share a row block
+    row_bytes: int = 4  # of a row, what a backward kernel is given beside q and dout: delta, or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,8 @@ def fa2_backward(shape: Shape, blocks: Blocks) -> Work:
         "dQ added in fp32 (atomics)": visited,
     }
     group = shape.heads // shape.heads_k  # query heads that share K_j, V_j, and sum up dK_j, dV_j, in one thread block
-    prepare = Traffic(2 * rows * size, 4 * shape.seqlen + 4 * rows)  # out, dout → delta; dq's sums cleared
+    per_row = blocks.row_bytes * shape.seqlen
+    prepare = Traffic(2 * rows * size, per_row + 4 * rows)  # out, dout → delta; dq's sums cleared
     main = Traffic(
         chunks
         * (2 * rows * size / group + 2 * visited * size + 8 * visited / shape.head_dim),  # K, V; Q, dO, lse, delta
@@ -176,7 +178,7 @@ def fa2_backward(shape: Shape, blocks: Blocks) -> Work:
     finish = Traffic(4 * rows, rows * size)
     parts = (prepare, main, finish)
     moved = Traffic(sum(part.read for part in parts), sum(part.written for part in parts))
-    extra = 4 * rows + 4 * shape.seqlen
+    extra = 4 * rows + per_row
     heads = shape.batch * shape.heads
     matrix = (6 + 4 * chunks) * scores * shape.head_dim
     return _scaled(heads, matrix, other, moved, _least(shape, "backward"), extra, pairs)

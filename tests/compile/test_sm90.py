@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sysconfig
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hopper_compile import check_resources, geometry, problem, product_runs
 
 from hf_flash_cupy import sm90, tiles
 from hf_flash_cupy.jit import compiler, source
-from hf_flash_cupy.plans import Geometry
-from hf_flash_cupy.problem import AttentionProblem, KernelConfig
+from hf_flash_cupy.problem import KernelConfig
 
 CONFIGS = {config.name: config for config in sm90.reachable_configs()}
 # Registers follow from the sizes and from how the kernel is told what a row sees; score modifications only add to them,
@@ -33,8 +28,6 @@ CASES = [
     if ((count := len(MODIFIED.findall(name))) == 0 and ("_bf16_" in name or "_gqa_" not in name))
     or (count == 2 and "_bf16_" in name and "_gqa_" not in name)
 ]
-# ptxas: wgmma is serialised, for whatever reason (C7510 to C7519), or setmaxnreg is ignored (C7508).
-COMPLAINTS = re.compile(r"C75(?:08|1\d)")
 
 
 @pytest.fixture(scope="module")
@@ -43,58 +36,17 @@ def compiled(request: pytest.FixtureRequest) -> compiler.CompiledUnit:
     return compiler.compile_cubin(source.generate_source(config), config.name, config.arch)
 
 
-def disassembler() -> str | None:
-    wheel = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"
-    return shutil.which("cuobjdump", path=os.pathsep.join((os.environ.get("PATH", ""), str(wheel))))
-
-
 @pytest.mark.parametrize("compiled", CASES, indirect=True)
 def test_nothing_spills_and_nothing_waits(compiled: compiler.CompiledUnit) -> None:
-    usage = compiler.resource_usage(compiled.log)
-    assert usage is not None
-    assert usage.spill_bytes == usage.shared_bytes == 0  # static shared memory would move the aligned dynamic one
-    assert not COMPLAINTS.findall(compiled.log), compiled.log
+    check_resources(compiled)
 
 
 @pytest.mark.parametrize("compiled", CASES, indirect=True)
 def test_products_stand_in_runs(compiled: compiler.CompiledUnit, tmp_path: Path) -> None:
     """A serialised product has a wait behind every instruction."""
-    if (tool := disassembler()) is None:
-        pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(compiled.cubin)
-    path = os.pathsep.join((str(Path(tool).parent), os.environ.get("PATH", "")))
-    listing = subprocess.run(
-        [tool, "-sass", file], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
-    ).stdout
-    relevant = re.findall(r"\b(HGMMA|WARPGROUP)\b", listing)
-    runs = [len(list(run)) for name, run in groupby(relevant) if name == "HGMMA"]
+    runs = product_runs(compiled, tmp_path)
     assert len(runs) >= 3  # the first scores, a step, the end of a tile
     assert min(runs) >= 4
-
-
-def problem(head_dim: int = 128, dtype: Any = "bf16", **features: Any) -> AttentionProblem:
-    return replace(AttentionProblem(dtype, head_dim, head_dim, 4096, vector=True), **features)
-
-
-def geometry(head_dim: int = 128, seqlen: int = 4096, **changes: Any) -> Geometry:
-    heads, heads_k = 8, 2
-    row, row_k = heads * head_dim, heads_k * head_dim
-    q, k = ((seqlen * size, size, head_dim) for size in (row, row_k))
-    plain = Geometry(
-        *(2, heads, heads_k, seqlen, seqlen, head_dim, head_dim),
-        q_strides=q,
-        k_strides=k,
-        v_strides=k,
-        out_strides=q,
-        lse_strides=(heads * seqlen, seqlen),
-        mask_strides=(0, 0, 0, 0),
-        interval_strides=(0, 0, 0),
-        window=(-1, -1),
-        softmax_scale=head_dim**-0.5,
-        softcap=0.0,
-    )
-    return replace(plain, **changes)
 
 
 @pytest.mark.parametrize("causal", [False, True])

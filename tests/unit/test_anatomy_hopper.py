@@ -1,4 +1,4 @@
-"""What ``explain`` says where a call takes Hopper's own forward kernel."""
+"""What ``explain`` says where a call takes Hopper's own kernels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CAUSAL = replace(FULL, causal=True)
 
 
 class TestHopper:
-    """On compute capability 9.0 the forward call of FlashAttention-2 takes a kernel of its own."""
+    """On compute capability 9.0 FlashAttention-2 has kernels of its own."""
 
     def test_other_columns_keep_theirs(self) -> None:
         shape = Shape(2, 1000, 8, 2, 64, True)
-        for algorithm, direction in (("fa1", "forward"), ("fa1", "backward"), ("fa2", "backward")):
+        for algorithm, direction in (("fa1", "forward"), ("fa1", "backward")):
             found = [kernels.find(shape, algorithm, direction, arch, compile_it=False) for arch in ("90", "90a")]
             assert found[0] == found[1]
 
@@ -46,6 +46,21 @@ class TestHopper:
         assert text["SMs with work"] == "8 of 8 (100 %)"
         assert text["note"].endswith(kernel.note)
 
+    def test_so_it_is_backward(self) -> None:
+        shape = Shape(2, 1000, 8, 2, 64, True)
+        kernel = kernels.find(shape, "fa2", "backward", "90a", compile_it=False)
+        assert kernel.config.kernel == "fa2_backward_sm90"
+        assert (kernel.parts, kernel.stays, kernel.num_blocks) == (2, False, 8 * 2 * 2)
+        mma = kernels.find(shape, "fa2", "backward", "90", compile_it=False)
+        assert mma.config.name in kernel.note
+        text = facts.rows(facts.gather(shape, "fa2", "backward", kernel), shape, None, 8)
+        assert text["tile"] == "128 rows (B_r) × 128 keys (B_c), 2 warpgroups of 4 warps that compute, 1 that loads"
+        assert "K, V, Q and dO by TMA" in text["ownership"]
+        assert text["grid"] == "32 thread blocks of 384 threads"
+        assert text["at once"].startswith("1 thread blocks an SM")
+        extra = [facts.gather(shape, "fa2", "backward", each).work.extra_bytes for each in (kernel, mma)]  # type: ignore[union-attr]
+        assert extra[0] - extra[1] == 2 * 8 * 1000 * (16 - 4)
+
     def test_registers_are_those_before_and_after_they_change_hands(self) -> None:
         found = kernels.find(FULL, "fa2", "forward", "90a", compile_it=False)
         known = replace(found, registers=96)
@@ -66,6 +81,9 @@ class TestHopper:
         kernel = kernels.find(shape, "fa2", "forward", "90a", compile_it=False)
         assert kernel.config.kernel == "fa2_forward"
         assert f"not the kernel of TMA and wgmma: {reason}" in kernel.note
+        backward = kernels.find(shape, "fa2", "backward", "90a", compile_it=False)
+        assert backward.config.kernel == "fa2_backward"
+        assert f"not the kernel of TMA and wgmma: {reason}" in backward.note
         assert kernel.note in facts.rows(facts.gather(shape, "fa2", "forward", kernel), shape, None, 1)["note"]
 
     def test_a_forced_architecture_is_followed(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ LAYERS = (
     {"jit", "dispatch", "params", "dlpack", "host", "reference", "dropout_mask", "rotary"},
     {"launch", "lasting", "split_workspace"},
     {"plans"},
-    {"call", "decode", "fa1", "fa2_backward", "sm90", "sm90_plan"},
+    {"call", "decode", "fa1", "fa2_backward", "sm90", "sm90_backward", "sm90_backward_plan", "sm90_plan"},
     {"growing"},
     {"execute"},
     {"kvcache"},

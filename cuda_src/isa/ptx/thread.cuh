@@ -121,6 +121,9 @@ __device__ __forceinline__ uint32 load_shared(SharedPtr address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
+__device__ __forceinline__ void load_shared(SharedPtr address, float& x, float& y) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
 __device__ __forceinline__ Chunk load_shared_chunk(SharedPtr address) {
   Chunk c;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -27,6 +27,18 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, SharedPtr source
                "r"(source), "r"(column), "r"(row), "r"(head), "r"(entry)
                : "memory");
 }
+// Neighbouring bytes, a multiple of 16 at multiples of 16, to shared memory; reported to `barrier` (PTX ISA: cp.async.bulk).
+__device__ __forceinline__ void bulk_load(SharedPtr target, const void* source, int bytes, SharedPtr barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// Neighbouring floats in shared memory are added to those at `target` (PTX ISA: cp.reduce.async.bulk): a store as any other, in
+// whatever order with other threads'. One thread calls, after fence_async_proxy() of all that wrote the source.
+__device__ __forceinline__ void bulk_add(float* target, SharedPtr source, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
+               : "memory");
+}
 // The calling thread's stores since the last commit form a group (PTX ISA: cp.async.bulk.commit_group).
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until the calling thread's groups have read shared memory, or have written (PTX ISA: cp.async.bulk.wait_group).

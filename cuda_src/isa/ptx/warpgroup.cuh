@@ -40,5 +40,11 @@ __device__ __forceinline__ void stmatrix(SharedPtr row, const uint32 (&r)[4]) {
                "r"(r[3])
                : "memory");
 }
+// The same of their transposes: what a lane holds of a row goes to a column.
+__device__ __forceinline__ void stmatrix_transposed(SharedPtr row, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
 
 }  // namespace hfc

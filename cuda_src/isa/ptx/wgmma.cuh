@@ -44,14 +44,17 @@ __device__ __forceinline__ void hold_registers(uint32 (&operand)[kSteps][4]) {
 
 // wgmma_shared<Element>(d, a, b, accumulate): d (64, N) = [d +] A Bᵀ, A (64, 16) and B (N, 16) row-major in shared memory.
 // wgmma_registers<Element>(d, a, b): d (64, N) += A B, A (64, 16) in registers, B (16, N) row-major in shared memory.
-#define HFC_ELEMENTS_4(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-#define HFC_ELEMENTS_8(d, j) HFC_ELEMENTS_4(d, j), HFC_ELEMENTS_4(d, j + 1)
-#define HFC_ELEMENTS_32(d, j) HFC_ELEMENTS_8(d, j), HFC_ELEMENTS_8(d, j + 2), HFC_ELEMENTS_8(d, j + 4), HFC_ELEMENTS_8(d, j + 6)
-#define HFC_ELEMENTS_40(d, j) HFC_ELEMENTS_32(d, j), HFC_ELEMENTS_8(d, j + 8)
-#define HFC_ELEMENTS_48(d, j) HFC_ELEMENTS_40(d, j), HFC_ELEMENTS_8(d, j + 10)
-#define HFC_ELEMENTS_64(d, j) HFC_ELEMENTS_32(d, j), HFC_ELEMENTS_32(d, j + 8)
-#define HFC_ELEMENTS_96(d, j) HFC_ELEMENTS_64(d, j), HFC_ELEMENTS_32(d, j + 16)
-#define HFC_ELEMENTS_128(d, j) HFC_ELEMENTS_64(d, j), HFC_ELEMENTS_64(d, j + 16)
+// wgmma_columns<Element, kAccumulate>(d, a, b): d (64, N) = [d +] Aᵀ Bᵀ, A (16, 64) and B (N, 16) row-major in shared memory.
+// Without kAccumulate d is written only: what it held before takes no registers.
+#define HFC_ELEMENTS_4(io, d, j) io(d[j][0]), io(d[j][1]), io(d[j][2]), io(d[j][3])
+#define HFC_ELEMENTS_8(io, d, j) HFC_ELEMENTS_4(io, d, j), HFC_ELEMENTS_4(io, d, j + 1)
+#define HFC_ELEMENTS_16(io, d, j) HFC_ELEMENTS_8(io, d, j), HFC_ELEMENTS_8(io, d, j + 2)
+#define HFC_ELEMENTS_32(io, d, j) HFC_ELEMENTS_16(io, d, j), HFC_ELEMENTS_16(io, d, j + 4)
+#define HFC_ELEMENTS_40(io, d, j) HFC_ELEMENTS_32(io, d, j), HFC_ELEMENTS_8(io, d, j + 8)
+#define HFC_ELEMENTS_48(io, d, j) HFC_ELEMENTS_40(io, d, j), HFC_ELEMENTS_8(io, d, j + 10)
+#define HFC_ELEMENTS_64(io, d, j) HFC_ELEMENTS_32(io, d, j), HFC_ELEMENTS_32(io, d, j + 8)
+#define HFC_ELEMENTS_96(io, d, j) HFC_ELEMENTS_64(io, d, j), HFC_ELEMENTS_32(io, d, j + 16)
+#define HFC_ELEMENTS_128(io, d, j) HFC_ELEMENTS_64(io, d, j), HFC_ELEMENTS_64(io, d, j + 16)
 
 #define HFC_LIST_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -77,6 +80,12 @@ __device__ __forceinline__ void hold_registers(uint32 (&operand)[kSteps][4]) {
                " wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" list "}, {" a_ "}, " b_ ", p, 1, 1, 1;\n}" \
                : elements                                                                                                      \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1))
+#define HFC_WGMMA_COLUMNS(type, n, list, elements, a_, b_, p_)                                                                  \
+  asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " p_                                                                         \
+               ", 0;\n"                                                                                                         \
+               " wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" list "}, " a_ ", " b_ ", p, 1, 1, 1, 0;\n}" \
+               : elements                                                                                                       \
+               : "l"(a), "l"(b), "r"(int(kAccumulate)))
 
 // For N columns: n in the instruction's name, tiles = N / 8, the list of N / 2 accumulator registers, and the numbers of the
 // operands that follow them: i0 … i5 count on from there.
@@ -84,16 +93,27 @@ __device__ __forceinline__ void hold_registers(uint32 (&operand)[kSteps][4]) {
   template <typename Element>                                                                             \
   __device__ __forceinline__ void wgmma_shared(float (&d)[tiles][4], int64 a, int64 b, bool accumulate) { \
     if constexpr (is_same<Element, bf16>::value)                                                          \
-      HFC_WGMMA_SHARED("bf16", n, list, elements(d, 0), i0, i1, i2);                                      \
+      HFC_WGMMA_SHARED("bf16", n, list, elements("+f", d, 0), i0, i1, i2);                                \
     else                                                                                                  \
-      HFC_WGMMA_SHARED("f16", n, list, elements(d, 0), i0, i1, i2);                                       \
+      HFC_WGMMA_SHARED("f16", n, list, elements("+f", d, 0), i0, i1, i2);                                 \
   }                                                                                                       \
   template <typename Element>                                                                             \
   __device__ __forceinline__ void wgmma_registers(float (&d)[tiles][4], const uint32(&a)[4], int64 b) {   \
     if constexpr (is_same<Element, bf16>::value)                                                          \
-      HFC_WGMMA_REGISTERS("bf16", n, list, elements(d, 0), i0 ", " i1 ", " i2 ", " i3, i4, i5);           \
+      HFC_WGMMA_REGISTERS("bf16", n, list, elements("+f", d, 0), i0 ", " i1 ", " i2 ", " i3, i4, i5);     \
     else                                                                                                  \
-      HFC_WGMMA_REGISTERS("f16", n, list, elements(d, 0), i0 ", " i1 ", " i2 ", " i3, i4, i5);            \
+      HFC_WGMMA_REGISTERS("f16", n, list, elements("+f", d, 0), i0 ", " i1 ", " i2 ", " i3, i4, i5);      \
+  }                                                                                                       \
+  template <typename Element, bool kAccumulate>                                                           \
+  __device__ __forceinline__ void wgmma_columns(float (&d)[tiles][4], int64 a, int64 b) {                 \
+    if constexpr (is_same<Element, bf16>::value && kAccumulate)                                           \
+      HFC_WGMMA_COLUMNS("bf16", n, list, elements("+f", d, 0), i0, i1, i2);                               \
+    else if constexpr (is_same<Element, bf16>::value)                                                     \
+      HFC_WGMMA_COLUMNS("bf16", n, list, elements("=f", d, 0), i0, i1, i2);                               \
+    else if constexpr (kAccumulate)                                                                       \
+      HFC_WGMMA_COLUMNS("f16", n, list, elements("+f", d, 0), i0, i1, i2);                                \
+    else                                                                                                  \
+      HFC_WGMMA_COLUMNS("f16", n, list, elements("=f", d, 0), i0, i1, i2);                                \
   }
 
 HFC_DEFINE_WGMMA("64", 8, HFC_LIST_32, HFC_ELEMENTS_32, "%32", "%33", "%34", "%35", "%36", "%37")

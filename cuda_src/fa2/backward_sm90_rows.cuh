@@ -1,0 +1,104 @@
+// What the Hopper backward does row by row before and after its main kernel: as fa2/backward_rows.cuh, in the main kernel's orders.
+#pragma once
+
+#include "attn/delta.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/tile_scheduler.cuh"
+#include "fa2/backward_sm90_traits.cuh"
+#include "tile/copy.cuh"
+
+namespace hfc {
+
+// Algorithm 2, lines 3 and 4: dq's sums start at 0; delta = rowsum(dout * out), less the gradient that lse itself has. And what the
+// products of the row block start from.
+template <typename Config>
+__device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Params& launch) {
+  using Element = typename Config::Element;
+  using Statistics = RowStatistics<Config::kBlockM>;
+  constexpr int kLanes = 8, kRowsPerPass = Config::kNumWarps * kWarpSize / kLanes;
+  static_assert(Config::kNumWarps == 4 && Config::kBlockM % kRowsPerPass == 0, "a word of kLarge a warp");
+  const AttentionParams& params = launch.attention;
+  const WorkTile work = row_work_tile<Config>(params);
+  if (work.m_block < 0) return;
+  const SeqlenInfo seqlen(params, work.entry);
+  const int64 block = RowBlocks<Config>::place(params, work.entry, work.head, work.m_block);
+  float* sums = params.dq_accum + block * (Config::kBlockM * Config::kHeadDim);
+  for (int i = thread_id() * 4; i < Config::kBlockM * Config::kHeadDim; i += Config::kNumWarps * kWarpSize * 4)
+    store_global_chunk(sums + i, Chunk{});
+
+  float* starts = launch.row_statistics + block * (Statistics::kBytes / 4);
+  const int first_row = work.m_block * Config::kBlockM;
+  const Element* dout = seqlen.template rows<Element>(params.dout, first_row, work.head);
+  const Element* out = seqlen.template rows<Element>(params.out, first_row, work.head);
+  const int64 statistics = work.entry * params.lse_batch_stride + work.head * params.lse_head_stride + first_row;
+  bool some_large = false;
+#pragma unroll 2
+  for (int row = thread_id() / kLanes; row < Config::kBlockM; row += kRowsPerPass) {
+    const bool exists = first_row + row < params.seqlen_q;
+    const float sum = row_product<Config::kVector, kLanes>(dout + row * params.dout.row_stride, out + row * params.out.row_stride,
+                                                           exists ? params.head_dim_v : 0);
+    if (lane_id() % kLanes != 0) continue;
+    float lse = bits_float(0xff800000u), delta = 0.0f;  // -inf
+    if (exists) {
+      store_delta(params, statistics + row, sum);
+      lse = params.lse[statistics + row];
+      delta = params.delta[statistics + row];
+    }
+    const bool large = is_large<Element>(lse);
+    some_large |= large;
+    const bool sees_none = lse == bits_float(0xff800000u);
+    starts[Statistics::kScoreStarts / 4 + row] = large       ? 0.0f
+                                                 : sees_none ? lse
+                                                             : -(lse * (1.0f / kLn2)) / params.score_scale_log2;
+    starts[Statistics::kDpStarts / 4 + row] = -delta;
+    starts[Statistics::kMaxima / 4 + row] = large ? params.row_max[statistics + row] : 0.0f;
+    starts[Statistics::kMaxima / 4 + Config::kBlockM + row] =
+        large ? natural_log(params.row_sum[statistics + row]) * (1.0f / kLn2) : 0.0f;
+  }
+  some_large = warp_any(some_large);
+  if (lane_id() == 0) starts[Statistics::kLarge / 4 + warp_id()] = bits_float(some_large);
+}
+
+// dq in the element type from its sums, which lie as BackwardConsumer::stage() had them: transposed accumulators.
+template <typename Config>
+__device__ __forceinline__ void fa2_backward_sm90_finish(const BackwardSm90Params& launch) {
+  using Element = typename Config::Element;
+  using Traits = BackwardSm90Traits<Config>;
+  using TileQ = typename Traits::TileQ;
+  static_assert(Config::kSharedBytes == TileQ::kBytes, "sm90_backward.py and this plan disagree");
+  const AttentionParams& params = launch.attention;
+  const WorkTile work = row_work_tile<Config>(params);
+  if (work.m_block < 0) return;
+  const TileQ tile{shared_base()};
+  const int64 block = RowBlocks<Config>::place(params, work.entry, work.head, work.m_block);
+  const int warpgroup = warpgroup_id(), warp = warp_id() % 4;
+  const float* sums =
+      params.dq_accum + (block * Traits::kWarpgroups + warpgroup) * (Traits::kDqBytes / 4) + thread_id() % kWarpgroupSize * 4;
+  float dq[Traits::kNQ][4];
+  const float scale = kScalesDs<Element> ? 1.0f : params.softmax_scale;
+#pragma unroll
+  for (int j = 0; j < Traits::kNQ; ++j) {
+    const Chunk four = load_global_chunk(sums + j * (kWarpgroupSize * 4));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dq[j][e] = bits_float(four.words[e]) * scale;
+  }
+  const int panel = Traits::kDqPanels == 1 ? 0 : warpgroup;
+  const int first_row = Traits::kDqPanels == 1 ? warpgroup * Traits::kDqRows : 0;
+  const SharedPtr place = transposed_place(tile.base + (panel * TileQ::kPanelBytes + first_row * kPanelRowBytes), warp);
+#pragma unroll
+  for (int k = 0; k < Traits::kNQ / 2; ++k) {
+    uint32 operand[4];
+    to_operand<Element>(operand, dq, k);
+    stmatrix_transposed(place + 16 * k * kPanelRowBytes, operand);
+  }
+  sync_threads();
+  const SeqlenInfo seqlen(params, work.entry);
+  for (int row = 16 * warp_id(); row < Config::kBlockM; row += 16 * Config::kNumWarps) {
+    const int first = work.m_block * Config::kBlockM + row;
+    copy_rows<Element, TileQ::kPanelBytes, Config::kHeadDim>(
+        tile.base + row * kPanelRowBytes, seqlen.template rows<Element>(params.dq, first, work.head), params.dq.row_stride,
+        min(16, params.seqlen_q - first), params.head_dim);
+  }
+}
+
+}  // namespace hfc

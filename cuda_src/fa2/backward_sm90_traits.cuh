@@ -1,0 +1,199 @@
+// What the warpgroups of the Hopper backward share: parameters, shared memory, the events they wait for, and the rows they walk.
+#pragma once
+
+#include "attn/tile_scheduler.cuh"
+#include "common/math.cuh"
+#include "common/params.cuh"
+#include "isa.cuh"
+#include "mbarrier.cuh"
+#include "tma.cuh"
+#include "tile/panels.cuh"
+#include "tile/ring.cuh"
+
+namespace hfc {
+
+// hf_flash_cupy/sm90_backward_plan.py fills it. The maps' boxes are one panel wide: kBlockM rows of q and dout, kBlockN of k and v,
+// 16 of dk and dv.
+struct BackwardSm90Params {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+  TensorMap dout;
+  TensorMap dk;
+  TensorMap dv;
+  AttentionParams attention;
+  float* row_statistics;  // (batch, num_heads, row blocks, RowStatistics::kBytes), written by the prepare kernel
+  uint8 padding[64 - (sizeof(AttentionParams) + 8) % 64];
+};
+
+constexpr int kUnitKeys = 64;  // keys of a warpgroup
+
+// What the products of a row block start from, so that nothing is left to be subtracted from them: S from -lse, in units of a
+// product, and dP from -delta. -inf for rows that see no key or do not exist: their probabilities are 0 then.
+template <int kBlockM>
+struct RowStatistics {
+  static constexpr int kScoreStarts = 0;          // bytes: kBlockM floats
+  static constexpr int kLarge = 4 * kBlockM;      // four words, non-zero where some row's lse is_large(), which starts from 0
+  static constexpr int kDpStarts = kLarge + 16;   // kBlockM floats
+  static constexpr int kSharedBytes = kDpStarts + 4 * kBlockM;
+  static constexpr int kMaxima = kSharedBytes;    // row_max, and log2 of row_sum, where lse is_large(), else 0: only of need
+  static constexpr int kBytes = kMaxima + 8 * kBlockM;
+  static constexpr int kScoreBytes = kDpStarts, kDpBytes = 4 * kBlockM;  // the parts that come with q and with dout
+};
+
+// Whether the rounding of lse would show in a probability: it is computed from row_max and row_sum then, as in
+// probabilities_from(). fp16 has three bits more than bf16 to show it.
+template <typename Element>
+__device__ __forceinline__ bool is_large(float lse) {
+  constexpr float kMost = is_same<Element, bf16>::value ? 512.0f : 64.0f;
+  return abs_float(lse) * (1.0f / kLn2) > kMost && lse != bits_float(0xff800000u);
+}
+
+// ds takes softmax_scale before it is rounded to fp16, whose range then ends only where that of dq and dk does.
+template <typename Element>
+constexpr bool kScalesDs = is_same<Element, fp16>::value;
+
+// Shared memory, from a multiple of 1024 bytes on, and its bytes at head sizes 128 (kBlockM 64) and 64 (kBlockM 128):
+//
+//   | k  kBlockN rows (later dk) | v  kBlockN rows (later dv) | q  2 x kBlockM rows | dout  2 x kBlockM rows
+//      32 K, 16 K                   32 K, 16 K                   32 K, 32 K            32 K, 32 K
+//   | ds  3 x kBlockM rows of kBlockN keys | dq  kBlockM x kHeadDim floats | statistics  2 | barriers |
+//      48 K, 96 K                             32 K, 32 K
+//
+// Registers: 168 a thread at the start; the loading warpgroup keeps 24, each computing one takes 240. Its accumulators at head
+// sizes 128 and 64: dk 64, 32; dv 64, 32; S, then P 32, 64; dP 32, 64; dq, when S and dP are used up, 32, 32; beside them P and dS
+// as operands, 16 and 16, 32 and 32.
+//
+// Events, one barrier a slot; who waits | who arrives:
+//   k_loaded, v_loaded   consumers           | the copy engine
+//   q_loaded             consumers           | the copy engine, twice: rows, and statistics
+//   dout_loaded          consumers           | the copy engine, twice
+//   q_released           the loader          | each warp of the consumers
+//   dout_released        the loader          | each warp of the consumers
+//   ds_written           consumers           | each warp of the consumers
+//   dq_staged            the group's adder   | the 4 warps of a warpgroup
+//   dq_read              that warpgroup      | its adder
+template <typename Config>
+struct BackwardSm90Traits {
+  using Element = typename Config::Element;
+  static constexpr int kWarpgroups = Config::kBlockN / kUnitKeys;  // that compute; one more loads and adds
+  static constexpr int kWarps = 4 * kWarpgroups;
+  static constexpr int kRowSlots = 2;
+  static constexpr int kDsSlots = 3;  // dq is multiplied a step late, and a warpgroup may be that much ahead of the other
+  static constexpr int kN = Config::kBlockM / 8;   // n-tiles of S and dP, whose columns are rows
+  static constexpr int kND = Config::kHeadDim / 8;  // n-tiles of dk and dv
+  // dq is computed transposed as well: a warpgroup has 64 of its columns, or where there are no more half of the rows.
+  static constexpr int kDqPanels = Config::kHeadDim / kPanelColumns;
+  static constexpr int kDqRows = Config::kBlockM * kDqPanels / kWarpgroups;  // of a warpgroup
+  static constexpr int kNQ = kDqRows / 8;
+  static_assert(Config::kHeadDim == Config::kHeadDimV && Config::kHeadDim % kPanelColumns == 0);
+  static_assert(kWarpgroups == 2 && kDqPanels <= kWarpgroups && Config::kBlockM % 16 == 0);
+
+  using TileQ = PanelTile<Config::kBlockM, Config::kHeadDim>;  // and of dout
+  using TileK = PanelTile<Config::kBlockN, Config::kHeadDim>;  // and of v, dk, dv
+  using TileDs = PanelTile<Config::kBlockM, Config::kBlockN>;
+  using Statistics = RowStatistics<Config::kBlockM>;
+
+  static constexpr int kAlignment = 1024;  // of the swizzle's pattern
+  static constexpr int kSlack = 768;       // shared memory begins at a multiple of 256
+  static constexpr int kK = 0;
+  static constexpr int kV = kK + TileK::kBytes;
+  static constexpr int kQ = kV + TileK::kBytes;
+  static constexpr int kDout = kQ + kRowSlots * TileQ::kBytes;
+  static constexpr int kDs = kDout + kRowSlots * TileQ::kBytes;
+  static constexpr int kDq = kDs + kDsSlots * TileDs::kBytes;
+  static constexpr int kDqBytes = Config::kBlockM * Config::kHeadDim * 4 / kWarpgroups;  // of a warpgroup
+  static constexpr int kStatistics = kDq + kWarpgroups * kDqBytes;
+  static constexpr int kBarriers = kStatistics + kRowSlots * Statistics::kSharedBytes;
+  static constexpr int kNumBarriers = 2 + 4 * kRowSlots + kDsSlots + 2 * kWarpgroups;
+  static constexpr int kSharedBytes = kSlack + kBarriers + 8 * kNumBarriers;
+
+  SharedPtr base = align_up(shared_base(), kAlignment);
+
+  __device__ __forceinline__ static int q_offset(int slot) { return kQ + slot * TileQ::kBytes; }
+  __device__ __forceinline__ static int dout_offset(int slot) { return kDout + slot * TileQ::kBytes; }
+  __device__ __forceinline__ static int ds_offset(int slot) { return kDs + slot * TileDs::kBytes; }
+
+  __device__ __forceinline__ TileK k() const { return {base + kK}; }
+  __device__ __forceinline__ TileK v() const { return {base + kV}; }
+  __device__ __forceinline__ TileQ q(int slot) const { return {base + q_offset(slot)}; }
+  __device__ __forceinline__ TileQ dout(int slot) const { return {base + dout_offset(slot)}; }
+  __device__ __forceinline__ SharedPtr dq(int warpgroup) const { return base + (kDq + warpgroup * kDqBytes); }
+  __device__ __forceinline__ SharedPtr statistics(int slot) const {
+    return base + (kStatistics + slot * Statistics::kSharedBytes);
+  }
+
+  __device__ __forceinline__ SharedPtr k_loaded() const { return barrier(0); }
+  __device__ __forceinline__ SharedPtr v_loaded() const { return barrier(1); }
+  __device__ __forceinline__ SharedPtr q_loaded(int slot) const { return barrier(2 + slot); }
+  __device__ __forceinline__ SharedPtr q_released(int slot) const { return barrier(2 + kRowSlots + slot); }
+  __device__ __forceinline__ SharedPtr dout_loaded(int slot) const { return barrier(2 + 2 * kRowSlots + slot); }
+  __device__ __forceinline__ SharedPtr dout_released(int slot) const { return barrier(2 + 3 * kRowSlots + slot); }
+  __device__ __forceinline__ SharedPtr ds_written(int slot) const { return barrier(2 + 4 * kRowSlots + slot); }
+  __device__ __forceinline__ SharedPtr dq_staged(int warpgroup) const {
+    return barrier(2 + 4 * kRowSlots + kDsSlots + warpgroup);
+  }
+  __device__ __forceinline__ SharedPtr dq_read(int warpgroup) const {
+    return barrier(2 + 4 * kRowSlots + kDsSlots + kWarpgroups + warpgroup);
+  }
+
+  // One thread calls, before any other uses a barrier.
+  __device__ __forceinline__ void init_barriers() const {
+    mbarrier_init(k_loaded(), 1);
+    mbarrier_init(v_loaded(), 1);
+    for (int slot = 0; slot < kRowSlots; ++slot) {
+      mbarrier_init(q_loaded(slot), 2);
+      mbarrier_init(dout_loaded(slot), 2);
+      mbarrier_init(q_released(slot), kWarps);
+      mbarrier_init(dout_released(slot), kWarps);
+    }
+    for (int slot = 0; slot < kDsSlots; ++slot) mbarrier_init(ds_written(slot), kWarps);
+    for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
+      mbarrier_init(dq_staged(warpgroup), 4);
+      mbarrier_init(dq_read(warpgroup), 1);
+    }
+    fence_mbarrier_init();
+    fence_async_proxy();
+  }
+
+ private:
+  __device__ __forceinline__ SharedPtr barrier(int index) const { return base + (kBarriers + 8 * index); }
+};
+
+// The row blocks that see a block of keys, of one query head after the other: those that share the head of keys. Upwards from the
+// diagonal, so that neighbouring key blocks do not add to the same rows of dq at once.
+template <typename Config>
+class RowBlocks {
+ public:
+  __device__ __forceinline__ RowBlocks(const AttentionParams& params, const WorkTile& keys) : end_(params.num_m_blocks) {
+    const int group = params.num_heads / params.num_heads_k;
+    if constexpr (Config::kCausal) {
+      const int diagonal = params.seqlen_k - params.seqlen_q + params.window_right;  // row i sees keys up to i + diagonal
+      first_ = max(keys.m_block * Config::kBlockN - diagonal, 0) / Config::kBlockM;  // the last row sees every key
+    }
+    m_block_ = first_;
+    place_ = place(params, keys.entry, keys.head * group, first_);
+    count_ = group * (end_ - first_);
+  }
+  __device__ __forceinline__ int count() const { return count_; }
+  __device__ __forceinline__ int m_block() const { return m_block_; }
+  __device__ __forceinline__ int64 place() const { return place_; }
+  // Returns whether the next block is the first of another head.
+  __device__ __forceinline__ bool advance() {
+    ++place_;
+    if (++m_block_ < end_) return false;
+    m_block_ = first_;
+    place_ += first_;
+    return true;
+  }
+
+  // A block's number among all of the launch.
+  __device__ __forceinline__ static int place(const AttentionParams& params, int entry, int head, int m_block) {
+    return (entry * params.num_heads + head) * params.num_m_blocks + m_block;
+  }
+
+ private:
+  int end_, first_ = 0, m_block_, place_, count_;
+};
+
+}  // namespace hfc

@@ -1,0 +1,200 @@
+"""The backward kernels of compute capability 9.0: which problems they serve, and their numbers.
+
+Pure functions of numbers: no GPU is needed. Plans: :mod:`hf_flash_cupy.sm90_backward_plan`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from . import sm90
+from .dispatch import kernel_config, kernel_name
+from .plans import Geometry, gradient_strides
+from .problem import AttentionProblem, DType, KernelConfig, Tile
+from .tensormap import TensorBox
+
+HEAD_DIMS = (64, 128)  # of the kernels. Any other is padded with zeros up to the next, by the copy engine.
+MIN_HEAD_DIM = 48  # below, more of a tile would be padding than not
+MIN_ROWS = 64  # rows below which most of a tile would be empty
+BLOCK_N = 128  # keys of a thread block: 64 for each of two warpgroups
+# Rows of a step. Registers hold S and dP of so many rows beside dk and dv, whose columns take the rest: twice the
+# columns leave half the rows.
+BLOCK_M = {64: 128, 128: 64}
+_LOAD_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # of a thread: 65,536 in all
+_STORE_ROWS = 16  # rows of dk and dv that a warp stores at once
+_ROW_SLOTS, _DS_SLOTS, _SLACK = 2, 3, 768  # kRowSlots, kDsSlots, kSlack
+_SCALES = (2.0**-64, 2.0**100)  # of softmax_scale: beyond, lse in units of a product leaves float32's range
+
+
+def kernel_head_dim(problem: AttentionProblem) -> int:
+    """Of HEAD_DIMS, the one that holds the problem's."""
+    return next(size for size in HEAD_DIMS if size >= max(problem.head_dim, problem.head_dim_v))
+
+
+def statistics_bytes(block_m: int) -> tuple[int, int]:
+    """RowStatistics::kSharedBytes and kBytes of cuda_src/fa2/backward_sm90_traits.cuh."""
+    return 8 * block_m + 16, 16 * block_m + 16
+
+
+def shared_bytes(head_dim: int) -> int:
+    """Shared memory of the plan in cuda_src/fa2/backward_sm90_traits.cuh, which the main kernel asserts."""
+    block_m = BLOCK_M[head_dim]
+    keys_and_values = 2 * BLOCK_N * head_dim * 2
+    rows = 2 * _ROW_SLOTS * block_m * head_dim * 2
+    ds = _DS_SLOTS * block_m * BLOCK_N * 2
+    dq = block_m * head_dim * 4
+    barriers = 2 + 4 * _ROW_SLOTS + _DS_SLOTS + 2 * 2
+    return _SLACK + keys_and_values + rows + ds + dq + _ROW_SLOTS * statistics_bytes(block_m)[0] + 8 * barriers
+
+
+def refusal(problem: AttentionProblem, geometry: Geometry) -> str:
+    """Why the kernels do not serve a backward call, which those of mma.sync then do; "" where they do."""
+    if why := refusal_of_problem(problem):
+        return why
+    if 0 <= geometry.window[0] < geometry.seqlen_k - 1:
+        return "a window to the left"
+    if not _SCALES[0] <= geometry.softmax_scale <= _SCALES[1]:
+        return f"softmax_scale {geometry.softmax_scale}: {_SCALES[0]:.2g} to {_SCALES[1]:.2g} are served"
+    if geometry.seqlen_q < MIN_ROWS:
+        return f"fewer than {MIN_ROWS} rows"
+    if geometry.seqlen_k == 0:
+        return "no keys"
+    encodable = all(box.is_encodable for box in boxes(problem, geometry).values())
+    return "" if encodable else "tensors whose rows do not start on 16 bytes, or are broadcast"
+
+
+def refusal_of_problem(problem: AttentionProblem) -> str:
+    """The same, whatever the geometry."""
+    features = {
+        "FlashAttention-1": problem.algorithm != "fa2",
+        "deterministic gradients": problem.deterministic,
+        "packed sequences": problem.varlen,
+        "key intervals": problem.intervals,
+        "mask": problem.mask,
+        "bias": problem.bias != "none",
+        "alibi_slopes": problem.alibi,
+        "softcap": problem.softcap,
+        "dropout": problem.dropout,
+        "softmax_scale of 0 or below": not problem.positive_scale,
+        "float32": problem.dtype == "fp32",
+    }
+    if named := [name for name, given in features.items() if given]:
+        return ", ".join(named)
+    sizes = (problem.head_dim, problem.head_dim_v)
+    if sizes[0] != sizes[1]:
+        return f"head_dim {sizes[0]}, head_dim_v {sizes[1]}: equal ones are served"
+    if not MIN_HEAD_DIM <= sizes[0] <= HEAD_DIMS[-1]:
+        return f"head_dim {sizes[0]}: {MIN_HEAD_DIM} to {HEAD_DIMS[-1]} are served"
+    return "" if problem.vector else "tensors whose rows do not start on 16 bytes"
+
+
+@lru_cache(maxsize=4096)
+def select(problem: AttentionProblem, geometry: Geometry, arch: str = sm90.ARCH) -> dict[str, KernelConfig] | None:
+    """The kernels that serve a backward call, in the order they run; None where those of mma.sync do.
+
+    ``arch``: that of Hopper, or "host".
+    """
+    if refusal(problem, geometry):
+        return None
+    return configs(problem.dtype, kernel_head_dim(problem), is_causal(geometry), arch)
+
+
+def is_causal(geometry: Geometry) -> bool:
+    """Whether the window's bound to the right hides a key from some row."""
+    return 0 <= geometry.window[1] < geometry.seqlen_q - 1
+
+
+def configs(dtype: DType, head_dim: int, causal: bool, arch: str = sm90.ARCH) -> dict[str, KernelConfig]:
+    """The kernels of one backward pass in the order they run, by name; ``head_dim`` of HEAD_DIMS."""
+    rows, tile_bytes = "fa2/backward_sm90_rows.cuh", BLOCK_M[head_dim] * head_dim * 2
+    kernels = {  # include, whether it knows of the mask, threads, shared memory
+        "prepare": ("fa2_backward_sm90_prepare", rows, False, 128, 0),
+        "main": ("fa2_backward_sm90", "fa2/backward_sm90.cuh", causal, 384, shared_bytes(head_dim)),
+        "finish": ("fa2_backward_sm90_finish", rows, False, 256, tile_bytes),
+    }
+    return {part: _config(*numbers, dtype, head_dim, arch) for part, numbers in kernels.items()}
+
+
+def _config(
+    kernel: str, include: str, causal: bool, threads: int, shared: int, dtype: DType, head_dim: int, arch: str
+) -> KernelConfig:
+    tile = Tile(BLOCK_M[head_dim], BLOCK_N, num_warps=threads // 32, stages=_ROW_SLOTS, min_blocks=1)
+    problem = AttentionProblem(dtype, head_dim, head_dim, 1, vector=True)
+    numbers = f"m{tile.block_m}_n{tile.block_n}" + "_causal" * causal
+    sizes = (head_dim, head_dim)
+    name = kernel_name(kernel, problem, numbers, arch, sizes)
+    constants = (
+        ("int kNumWarps", str(tile.num_warps)),
+        ("int kRowChunks", "1"),
+        ("bool kCausal", "true" if causal else "false"),
+        ("int kLoadRegisters", str(_LOAD_REGISTERS)),
+        ("int kComputeRegisters", str(_COMPUTE_REGISTERS)),
+    )
+    made = kernel_config(kernel, name, include, problem, arch, tile, sizes, constants, shared)
+    return replace(made, params="BackwardSm90Params")
+
+
+def reachable_configs() -> Iterator[KernelConfig]:
+    """Every configuration that :func:`select` can give, each once."""
+    seen: set[str] = set()
+    dtypes: tuple[DType, ...] = ("fp16", "bf16")
+    for dtype, head_dim, causal in itertools.product(dtypes, HEAD_DIMS, (False, True)):
+        for made in configs(dtype, head_dim, causal).values():
+            if made.name not in seen:
+                seen.add(made.name)
+                yield made
+
+
+def num_blocks(problem: AttentionProblem, geometry: Geometry) -> tuple[int, int]:
+    """Row blocks and key blocks of a head."""
+    return -(-geometry.seqlen_q // BLOCK_M[kernel_head_dim(problem)]), -(-geometry.seqlen_k // BLOCK_N)
+
+
+def workspaces(problem: AttentionProblem, geometry: Geometry) -> dict[str, int]:
+    """Elements of 4 bytes that the kernels share, by their names in the plan's call."""
+    head_dim = kernel_head_dim(problem)
+    block_m = BLOCK_M[head_dim]
+    blocks = num_blocks(problem, geometry)[0] * geometry.num_heads * geometry.batch
+    return {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * statistics_bytes(block_m)[1] // 4}
+
+
+def heads_per_section(problem: AttentionProblem, geometry: Geometry) -> int:
+    """(batch, key head) pairs whose key blocks run interleaved, longest first: as many as keep q, dout and dq's sums in
+    the L2 cache. 1 unless key blocks differ in length."""
+    if not is_causal(geometry):
+        return 1
+    group = geometry.num_heads // geometry.num_heads_k
+    one = group * geometry.seqlen_q * kernel_head_dim(problem) * (2 + 2 + 4)
+    pairs = geometry.batch * geometry.num_heads_k
+    return min(max((32 << 20) // max(one, 1), 1), pairs)
+
+
+def boxes(problem: AttentionProblem, geometry: Geometry) -> dict[str, TensorBox]:
+    """What the copy engine is told of each tensor."""
+    g, block_m = geometry, BLOCK_M[kernel_head_dim(problem)]
+    _, dk_strides, dv_strides = gradient_strides(g)
+    of_q, of_k = (g.seqlen_q, g.num_heads, g.batch), (g.seqlen_k, g.num_heads_k, g.batch)
+    asked = {
+        "q": (of_q, g.q_strides, block_m),
+        "k": (of_k, g.k_strides, BLOCK_N),
+        "v": (of_k, g.v_strides, BLOCK_N),
+        "dout": (of_q, g.dout_strides, block_m),
+        "dk": (of_k, dk_strides, _STORE_ROWS),
+        "dv": (of_k, dv_strides, _STORE_ROWS),
+    }
+    return {
+        name: sm90.tensor_box(problem.dtype, g.head_dim, sizes, strides, rows)
+        for name, (sizes, strides, rows) in asked.items()
+    }
+
+
+def select_on(device: torch.device, problem: AttentionProblem, geometry: Geometry) -> dict[str, KernelConfig] | None:
+    """The kernels for a call on ``device``, None where others serve it."""
+    if not sm90.serves(device):
+        return None
+    return select(problem, geometry, "host" if device.type == "cpu" else sm90.ARCH)

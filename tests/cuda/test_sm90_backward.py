@@ -1,0 +1,212 @@
+"""The Hopper backward on a GPU of compute capability 9.0: right against float64, and chosen where it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from attention_check import qkv, randn
+from hopper_check import CUDA, HALVES, hopper  # noqa: F401
+from hopper_gradients import KERNELS, SHAPES, check_hopper_gradients, check_hopper_shapes, forget_backward_plans
+from torch import Tensor
+
+from hf_flash_cupy import execute, flash_attention, tensormap
+from hf_flash_cupy.call import Call, Options
+from hf_flash_cupy.launch import record_launches
+from hf_flash_cupy.reference import attention_reference
+
+BF16, FP16 = HALVES
+MORE_SHAPES = [  # batch, heads, key heads, rows, keys
+    *SHAPES,
+    (2, 3, 3, 1000, 1000),
+    (1, 2, 2, 256, 1024),
+    (3, 40, 8, 200, 777),
+    (2, 4, 1, 500, 190),  # causal: rows without keys
+    (9, 31, 31, 65, 1030),
+    (1, 2, 2, 2304, 2304),
+    (5, 36, 36, 512, 512),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_backward_plans(hopper: None) -> Iterator[None]:  # noqa: F811
+    forget_backward_plans(CUDA)
+    yield
+    forget_backward_plans(CUDA)
+
+
+def gradients(tensors: tuple[Tensor, ...], dout: Tensor, **options: bool) -> tuple[Tensor, ...]:
+    given = [x.detach().requires_grad_() for x in tensors]
+    return torch.autograd.grad(flash_attention(*given, **options), given, dout)
+
+
+def relative_error(got: Tensor, truth: Tensor) -> float:
+    return ((got.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [48, 64, 72, 80, 96, 112, 128])
+def test_shapes(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+    check_hopper_shapes(MORE_SHAPES, head_dim, dtype, CUDA, causal=causal, weigh_lse=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_rows(head_dim: int, causal: bool) -> None:
+    """Many steps and many thread blocks: what drifts apart or wraps round shows."""
+    tensors = qkv(1, 6000, 6100, 2, head_dim, dtype=BF16, device=CUDA, num_heads_k=1)
+    check_hopper_gradients(*tensors, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_full_card(group: int, head_dim: int, dtype: torch.dtype) -> None:
+    """More thread blocks than run at once; of some heads the gradients are compared with float64."""
+    batch, heads, rows = 4, 32, 4096
+    q, k, v = qkv(batch, rows, rows, heads, head_dim, dtype=dtype, device=CUDA, num_heads_k=heads // group)
+    dout = randn(*q.shape, dtype=dtype, device=CUDA, seed=9)
+    dq, dk, dv = gradients((q, k, v), dout, causal=True)
+    for entry, head_k in ((0, 0), (batch - 1, heads // group - 1)):
+        of_q, of_k = slice(head_k * group, head_k * group + group), slice(head_k, head_k + 1)
+        exact = [
+            x[entry : entry + 1, :, part].double().requires_grad_() for x, part in ((q, of_q), (k, of_k), (v, of_k))
+        ]
+        out = attention_reference(*exact, causal=True)[0]
+        truth = torch.autograd.grad(out, exact, dout[entry : entry + 1, :, of_q].double())
+        for got, expected, part in zip((dq, dk, dv), truth, (of_q, of_k, of_k), strict=True):
+            assert relative_error(got[entry : entry + 1, :, part], expected) < (6e-3 if dtype == BF16 else 1e-3)
+        del exact, out, truth
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e3, 1e8])
+def test_large_logits(scale: float, head_dim: int, dtype: torch.dtype) -> None:
+    """Where the rounding of lse would show, probabilities come from its parts."""
+    if dtype == FP16 and scale > 1e3:
+        pytest.skip("float16 eager attention has no numbers for these")
+    tensors = qkv(1, 500, 900, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
+    for causal in (False, True):
+        check_hopper_gradients(*tensors, softmax_scale=scale * head_dim**-0.5, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_large_gradients(dtype: torch.dtype) -> None:
+    """float16 overflows only where dq and dk do."""
+    tensors = qkv(1, 400, 700, 2, 64, dtype=dtype, device=CUDA)
+    check_hopper_gradients(*tensors, dout_scale=1e3, softmax_scale=1e-3)
+
+
+def test_keys_whose_scores_are_all_negative() -> None:
+    """Keys beyond the end score 0, far above lse."""
+    q, k, v = qkv(1, 300, 170, 2, 128, dtype=BF16, device=CUDA)
+    check_hopper_gradients(q.abs(), -k.abs(), v, softmax_scale=4.0)
+
+
+def test_layouts() -> None:
+    """Heads before rows, parts of one tensor, a slice of a longer one."""
+    for dtype in HALVES:
+        q, k, v = (randn(2, 4, 300, 128, dtype=dtype, device=CUDA, seed=i).transpose(1, 2) for i in range(3))
+        check_hopper_gradients(q, k, v, causal=True)
+        q, k, v = randn(2, 300, 3, 4, 128, dtype=dtype, device=CUDA).unbind(2)
+        check_hopper_gradients(q, k, v)
+        longer = randn(2, 2, 999, 4, 64, dtype=dtype, device=CUDA)
+        q = randn(2, 100, 8, 64, dtype=dtype, device=CUDA)
+        check_hopper_gradients(q, longer[0, :, 5:400], longer[1, :, 5:400], causal=True)
+
+
+def test_bounds_to_the_right() -> None:
+    q, k, v = qkv(1, 660, 700, 2, 64, dtype=BF16, device=CUDA)
+    for right in (0, 17, 400, 900):
+        check_hopper_gradients(q, k, v, window_size=(-1, right))
+
+
+def test_sinks() -> None:
+    q, k, v = qkv(2, 300, 200, 4, 128, dtype=BF16, device=CUDA)
+    sinks = torch.tensor([-torch.inf, 0.0, 3.0, 80.0], device=CUDA)
+    check_hopper_gradients(q, k, v, sinks=sinks)
+    check_hopper_gradients(q, k, v, sinks=sinks, causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeats(head_dim: int) -> None:
+    """dk and dv are bit-equal from run to run; dq's sums come in any order, and differ by their rounding."""
+    tensors = qkv(4, 1500, 1500, 16, head_dim, dtype=BF16, device=CUDA, num_heads_k=4)
+    dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
+    dq, dk, dv = gradients(tensors, dout, causal=True)
+    for _ in range(20):
+        again = gradients(tensors, dout, causal=True)
+        assert torch.equal(dk, again[1])
+        assert torch.equal(dv, again[2])
+        assert relative_error(again[0], dq) < 1e-3
+
+
+def test_streams_and_graphs() -> None:
+    """Calls of several streams at once, beside those of a graph."""
+    tensors = qkv(2, 1000, 1000, 8, 64, dtype=BF16, device=CUDA)
+    dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
+    expected = gradients(tensors, dout, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = gradients(tensors, dout, causal=True)
+    for _ in range(5):
+        graph.replay()
+        with torch.cuda.stream(side):
+            beside = gradients(tensors, dout, causal=True)
+        torch.cuda.synchronize()
+        for results in (captured, beside):
+            assert all(torch.equal(x, y) for x, y in zip(results[1:], expected[1:], strict=True))
+            assert relative_error(results[0], expected[0]) < 1e-3
+
+
+def test_a_thread_that_has_met_no_device() -> None:
+    """As autograd's at its first call. The driver makes tensor maps only for one that has the device's context."""
+    backward = partial(execute.backward, needs=[True] * 3 + [False] * 2, deterministic=False)
+    call = Call(*qkv(1, 200, 200, 2, 64, dtype=BF16, device=CUDA), {}, Options(causal=True))
+    out, lse, statistics = execute.forward_for_backward(call)
+    tensormap.encode.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(backward, call, out, lse, statistics, out, None).result()
+    assert torch.equal(found[1], backward(call, out, lse, statistics, out, None)[1])
+    tensormap.encode.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(execute.forward, call, need_lse=False).result()[0], out)
+
+
+def test_64_bit_offsets() -> None:
+    """Tensors of more than 2^32 bytes, the rows that matter at their end."""
+    big = torch.empty(2, 140_000, 64, 128, dtype=BF16, device=CUDA)
+    assert big.numel() * 2 > 1 << 32
+    tensors = tuple(big[1:, -300 * (i + 1) : big.shape[1] - 300 * i, -2:] for i in range(3))
+    for i, x in enumerate(tensors):
+        x.copy_(randn(1, 300, 2, 128, dtype=BF16, device=CUDA, seed=i))
+    check_hopper_gradients(*tensors, causal=True)
+
+
+def test_what_it_does_not_serve_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of mma.sync, forced or for deterministic gradients, give what these do."""
+    tensors = qkv(2, 500, 500, 4, 128, dtype=BF16, device=CUDA, num_heads_k=2)
+    dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
+    with record_launches() as records:
+        ours = gradients(tensors, dout, causal=True)
+    assert [record.kernel for record in records[1:]] == KERNELS
+    with record_launches() as records:
+        deterministic = gradients(tensors, dout, causal=True, deterministic=True)
+    assert not {record.kernel for record in records} & set(KERNELS)
+    monkeypatch.setenv("HF_FLASH_CUPY_ARCH", "90")
+    execute._local.__dict__.clear()
+    forget_backward_plans(CUDA)
+    with record_launches() as records:
+        forced = gradients(tensors, dout, causal=True)
+    assert not {record.kernel for record in records} & set(KERNELS)
+    for other in (deterministic, forced):
+        for mine, theirs in zip(ours, other, strict=True):
+            assert relative_error(mine, theirs) < 5e-3

@@ -1,0 +1,114 @@
+"""The Hopper backward on the CPU, its copies and products as late as can be: right against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_check import CPU, qkv, randn
+from hopper_check import HALVES, fresh_plans
+from hopper_gradients import KERNELS, SHAPES, check_hopper_gradients, check_hopper_shapes
+
+from hf_flash_cupy import flash_attention
+from hf_flash_cupy.launch import record_launches
+
+BF16, FP16 = HALVES
+
+
+@pytest.fixture(autouse=True)
+def hopper_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_FLASH_CUPY_ARCH", "90a")
+    with fresh_plans():
+        yield
+
+
+def kernels_of(rows: int, **options: Any) -> list[str]:
+    q, k, v = qkv(1, rows, 64, 1, 64, dtype=BF16, device=CPU)
+    out = flash_attention(q.requires_grad_(), k, v, **options)
+    with record_launches() as records:
+        out.backward(torch.ones_like(out))
+    return [record.kernel for record in records]
+
+
+def test_the_cpu_runs_it_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels_of(64) == KERNELS
+    monkeypatch.delenv("HF_FLASH_CUPY_ARCH")
+    with fresh_plans():
+        assert not set(kernels_of(64)) & set(KERNELS)
+
+
+def test_what_is_left_to_others() -> None:
+    assert not set(kernels_of(63)) & set(KERNELS)
+    assert not set(kernels_of(64, deterministic=True)) & set(KERNELS)
+    assert not set(kernels_of(64, window_size=(5, -1))) & set(KERNELS)
+
+
+@pytest.mark.slow
+def test_causal_and_shared_heads() -> None:
+    check_hopper_shapes(SHAPES[1:3], 128, BF16, CPU, causal=True)
+
+
+@pytest.mark.slow
+def test_a_small_head_in_fp16() -> None:
+    check_hopper_shapes(SHAPES[1:2], 64, FP16, CPU, causal=True, weigh_lse=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [48, 64, 72, 128])
+def test_all_shapes(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+    check_hopper_shapes(SHAPES, head_dim, dtype, CPU, causal=causal, weigh_lse=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 1e3, 1e8])
+def test_large_logits(scale: float, head_dim: int, dtype: torch.dtype) -> None:
+    """Where the rounding of lse would show, probabilities come from its parts."""
+    if dtype == FP16 and scale > 1e3:
+        pytest.skip("float16 eager attention has no numbers for these")
+    tensors = qkv(1, 150, 200, 2, head_dim, dtype=dtype, device=CPU, num_heads_k=1)
+    for causal in (False, True):
+        check_hopper_gradients(*tensors, softmax_scale=scale * head_dim**-0.5, causal=causal)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_large_gradients(dtype: torch.dtype) -> None:
+    """float16 overflows only where dq and dk do."""
+    tensors = qkv(1, 150, 200, 2, 64, dtype=dtype, device=CPU)
+    check_hopper_gradients(*tensors, dout_scale=1e3, softmax_scale=1e-3)
+
+
+@pytest.mark.full
+def test_keys_whose_scores_are_all_negative() -> None:
+    """Keys beyond the end score 0, far above lse."""
+    q, k, v = qkv(1, 100, 70, 1, 128, dtype=BF16, device=CPU)
+    check_hopper_gradients(q.abs(), -k.abs(), v, softmax_scale=4.0)
+
+
+@pytest.mark.full
+def test_layouts() -> None:
+    """Heads before rows; parts of one tensor."""
+    q, k, v = (randn(2, 4, 150, 128, dtype=BF16, device=CPU, seed=i).transpose(1, 2) for i in range(3))
+    check_hopper_gradients(q, k, v, causal=True)
+    q, k, v = randn(2, 150, 3, 4, 64, dtype=BF16, device=CPU).unbind(2)
+    check_hopper_gradients(q, k, v)
+
+
+@pytest.mark.full
+def test_sinks() -> None:
+    q, k, v = qkv(1, 150, 200, 4, 64, dtype=BF16, device=CPU, num_heads_k=2)
+    check_hopper_gradients(q, k, v, sinks=torch.tensor([-torch.inf, 0.0, 3.0, 80.0]), causal=True)
+
+
+@pytest.mark.full
+def test_row_blocks_of_one_key_block_only() -> None:
+    """A bound to the right of the diagonal, and one that hides nothing."""
+    for right in (0, 17, 400):
+        q, k, v = qkv(1, 260, 300, 1, 128, dtype=BF16, device=CPU)
+        check_hopper_gradients(q, k, v, window_size=(-1, right))
