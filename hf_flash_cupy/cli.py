@@ -105,7 +105,8 @@ def list_kernels() -> None:
     entries = list_entries()
     for entry in entries:
         typer.echo(f"{entry.size / 1024:8.1f} KiB  {entry.folder.parent.name}/{entry.folder.name}")
-    typer.echo(f"{len(entries)} kernels, {sum(entry.size for entry in entries) / 2**20:.1f} MiB")
+    kernels = sum(entry.is_kernel for entry in entries)
+    typer.echo(f"{kernels} kernels, {sum(entry.size for entry in entries) / 2**20:.1f} MiB")
 
 
 @cache.command()

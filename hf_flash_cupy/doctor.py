@@ -189,7 +189,7 @@ def _cache() -> tuple[Path, int, int]:
     from hf_flash_cupy.jit import cache
 
     entries = cache.list_entries()
-    return cache.cache_dir(), len(entries), sum(entry.size for entry in entries)
+    return cache.cache_dir(), sum(entry.is_kernel for entry in entries), sum(entry.size for entry in entries)
 
 
 def _facts(env: Environment) -> Table:

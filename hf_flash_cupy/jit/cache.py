@@ -1,6 +1,7 @@
 """Compiled kernels on disk: ``{cache}/{version}/{name}.{digest}/{kernel.cu, kernel.cubin, meta.json}``.
 
-The binary is ``kernel.cubin``, ``kernel.ptx`` or ``kernel.so``. An entry appears whole or not at all
+The binary is ``kernel.cubin``, ``kernel.ptx`` or ``kernel.so``; of the header that all kernels of the host include
+first it is ``kernel.cu.gch``. An entry appears whole or not at all
 (temporary folder, fsync, rename), is built by one process at a time (under a lock that dies with its holder),
 and counts as missing unless every file has the size and sha256 stated in meta.json. Where nothing can be
 written, there is one warning and a folder that lives as long as the process.
@@ -69,6 +70,11 @@ class Entry:
     def size(self) -> int:
         """Bytes of its files."""
         return sum(file["size"] for file in self.meta["files"].values())
+
+    @property
+    def is_kernel(self) -> bool:
+        """Else it is a compiled header."""
+        return self.binary.suffix != ".gch"
 
 
 def cache_dir() -> Path:

@@ -68,14 +68,30 @@ def options(sanitize: str = "") -> tuple[str, ...]:
     return (*_FLAGS, *((*_SANITIZED, f"-fsanitize={sanitize}") if sanitize else _OPTIMISED))
 
 
-def compile_library(unit: Path, library: Path, sanitize: str = "") -> str:
+def compile_library(unit: Path, library: Path, sanitize: str = "", header: Path | None = None) -> str:
     """Compiles the file ``unit`` to ``library`` and returns the compiler's warnings.
+
+    ``header``: one that :func:`compile_header` has compiled with the same flags, to be included first.
 
     Raises :class:`CompilationError` with the compiler's messages, :class:`MissingDependency` without one.
     """
+    included = [] if header is None else ["-include", str(header)]
+    try:
+        return _compile([*included, "-x", "c++", str(unit), "-o", str(library)], sanitize)
+    except CompilationError:
+        if header is None:
+            raise
+        return compile_library(unit, library, sanitize)  # without: compilers need not be able to load what they saved
+
+
+def compile_header(header: Path, compiled: Path, sanitize: str = "") -> str:
+    """Saves what the compiler knows after ``header``. ``compiled`` is ``{header}.gch``, where it will be looked for."""
+    return _compile(["-x", "c++-header", str(header), "-o", str(compiled)], sanitize)
+
+
+def _compile(arguments: list[str], sanitize: str) -> str:
     includes = [f"-I{folder}" for folder in source.include_dirs("host")]
-    files = ["-x", "c++", str(unit), "-o", str(library)]
-    command = [*find_compiler().command, *options(sanitize), *includes, *files]
+    command = [*find_compiler().command, *options(sanitize), *includes, *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         raise CompilationError(f"{shlex.join(command)}\nended with {answer.returncode}:\n{answer.stderr}")

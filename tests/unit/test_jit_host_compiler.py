@@ -12,7 +12,7 @@ from jit_fixture import TINY_PARAMS, child_environment, is_right, tiny_config, w
 
 from hf_flash_cupy import params
 from hf_flash_cupy.errors import CompilationError, MissingDependency
-from hf_flash_cupy.jit import host_compiler, module, source
+from hf_flash_cupy.jit import cache, host_compiler, module, source
 
 
 @pytest.fixture
@@ -97,6 +97,39 @@ def test_what_is_built_depends_on_compiler_and_cpu(root: Path, monkeypatch: pyte
         another = host_compiler.HostCompiler(("g++",), "g++ 99.1")
         patch.setattr(host_compiler, "find_compiler", lambda: another)
         assert digest() != plain
+
+
+class TestHeader:
+    """What all kernels include first is compiled once."""
+
+    UNIT = "#ifndef FROM_HEADER\n#error no header\n#endif\n"
+
+    @pytest.fixture
+    def header(self, root: Path, tmp_path: Path) -> Path:
+        header = tmp_path / "first.h"
+        header.write_text("#define FROM_HEADER\n")
+        (tmp_path / "unit.cpp").write_text(self.UNIT)
+        host_compiler.compile_header(header, tmp_path / "first.h.gch")
+        return header
+
+    def test_it_is_not_read_again(self, header: Path, tmp_path: Path) -> None:
+        if "clang" in host_compiler.find_compiler().version:
+            pytest.skip("clang reads a header again that has changed")
+        header.write_text("")
+        host_compiler.compile_library(tmp_path / "unit.cpp", tmp_path / "unit.so", header=header)
+
+    def test_one_that_cannot_be_loaded_costs_time_only(self, header: Path, tmp_path: Path) -> None:
+        (tmp_path / "first.h.gch").write_bytes(b"damaged")
+        host_compiler.compile_library(tmp_path / "unit.cpp", tmp_path / "unit.so", header=header)
+
+    def test_a_kernel_is_built_without_one_that_is_gone(self, tmp_path: Path, root: Path) -> None:
+        (tmp_path / "unit.cpp").write_text("int f() { return 0; }\n")
+        host_compiler.compile_library(tmp_path / "unit.cpp", tmp_path / "unit.so", header=tmp_path / "gone.h")
+
+    def test_two_kernels_share_it(self, root: Path) -> None:
+        for factor in (2, 3):
+            assert is_right(module.get_host_kernel(tiny_config("host", factor)), factor)
+        assert sorted(entry.is_kernel for entry in cache.list_entries()) == [False, True, True]
 
 
 class TestSanitizers:
