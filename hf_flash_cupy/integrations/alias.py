@@ -78,7 +78,7 @@ def _wait_for_inputs(wanted: bool) -> None:
     Transformers (5.17 and 5.24 alike) writes there on the thread's current stream, copies and computes on streams of
     its own, and orders nothing between them. Asynchronous batching, which a name with ``flash`` turns on, clears the
     inputs and tokens of both its pairs when the generating thread starts; ``ContinuousBatchingAsyncIOs.reset`` then
-    waits for every stream but the one that clears. On a GPU busy with other processes the zeros landed on the first
+    waits for every stream but the one that clears. On a GPU busy with other processes the zeros may land on the first
     steps' inputs, or on their tokens. Batching that is not asynchronous writes the last of a step's inputs right before
     the step starts on its stream.
 
