@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial, update_wrapper, wraps
 from typing import Any
 
+import torch
+
 from hf_flash_cupy.errors import UnsupportedProblem
 
 NAME = "cupy_flash_fa2"
@@ -24,9 +26,9 @@ def enable_flash_alias() -> None:
     list the implementations they take (gpt_oss).
 
     Transformers looks for a package behind such a name. The private function that does,
-    ``transformers.modeling_flash_attention_utils._lazy_imports``, is wrapped, for this one name; and so is the warm-up
-    of continuous batching (see :func:`_wait_for_warm_ups`). Repeating the call is harmless;
-    ``hf_flash_cupy.integrations.alias.disable_flash_alias`` takes it back.
+    ``transformers.modeling_flash_attention_utils._lazy_imports``, is wrapped, for this one name; and so are the
+    two methods by which continuous batching writes a step's inputs (see :func:`_wait_for_inputs`). Repeating the call
+    is harmless; ``hf_flash_cupy.integrations.alias.disable_flash_alias`` takes it back.
 
     Raises:
         UnsupportedProblem: this version of Transformers has no such function.
@@ -46,7 +48,7 @@ def enable_flash_alias() -> None:
         )
     if not isinstance(original, _LazyImports):
         flash_utils._lazy_imports = _LazyImports(original)
-    _wait_for_warm_ups(True)
+    _wait_for_inputs(True)
     functions = {NAME: flash_alias_forward, f"paged|{NAME}": paged_attention_forward}
     for name, function in functions.items():
         AttentionInterface.register(name, update_wrapper(partial(function, algorithm="fa2"), function))
@@ -62,7 +64,7 @@ def disable_flash_alias() -> None:
     wrapped = getattr(flash_utils, "_lazy_imports", None)
     if isinstance(wrapped, _LazyImports):
         flash_utils._lazy_imports = wrapped.original
-    _wait_for_warm_ups(False)
+    _wait_for_inputs(False)
     for name in (NAME, f"paged|{NAME}"):
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
@@ -70,33 +72,40 @@ def disable_flash_alias() -> None:
             flash_utils._loaded_implementation = None
 
 
-def _wait_for_warm_ups(wanted: bool) -> None:
-    """Whether continuous batching waits for each step that it runs to warm up.
+def _wait_for_inputs(wanted: bool) -> None:
+    """Whether continuous batching waits for what it writes into inputs on the GPU before a step may use them.
 
-    Under a name with ``flash`` Transformers prepares a step while the one before runs. 5.17 does not wait for its
-    warm-ups either, whose inputs the first real steps then overwrite: on a busy GPU a model with a sliding window got
-    wrong tokens, or an index out of range. Later versions wait; once more costs nothing.
+    Transformers (5.17 and 5.24 alike) writes there on the thread's current stream, copies and computes on streams of
+    its own, and orders nothing between them. Asynchronous batching, which a name with ``flash`` turns on, clears the
+    inputs and tokens of both its pairs when the generating thread starts; ``ContinuousBatchingAsyncIOs.reset`` then
+    waits for every stream but the one that clears. On a GPU busy with other processes the zeros may land on the first
+    steps' inputs, or on their tokens. Batching that is not asynchronous writes the last of a step's inputs right before
+    the step starts on its stream.
+
+    Its warm-ups need no wait: reset waits for them, and what they read is valid before and after it is cleared.
+    Asynchronous steps are written on the host, and wait for nothing here.
     """
-    from transformers.generation.continuous_batching.model_runner import ModelRunner
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
-    runner: Any = ModelRunner
-    original = getattr(runner.run_one_warmup, "_hf_flash_cupy_original", None)
-    if wanted and original is None:
-        runner.run_one_warmup = _waiting(runner.run_one_warmup)
-    elif not wanted and original is not None:
-        runner.run_one_warmup = original
+    for name in ("_reset_static_tensors", "prepare_batch_tensors"):
+        method = getattr(ContinuousBatchingIOs, name)
+        original = getattr(method, "_hf_flash_cupy_original", None)
+        if wanted and original is None:
+            setattr(ContinuousBatchingIOs, name, _waiting(method))
+        elif not wanted and original is not None:
+            setattr(ContinuousBatchingIOs, name, original)
 
 
-def _waiting(warm_up: Any) -> Any:
-    @wraps(warm_up)
-    def run_one_warmup(self: Any, *arguments: Any, **options: Any) -> Any:
-        duration = warm_up(self, *arguments, **options)
-        if (stream := self.inputs_and_outputs.compute_stream) is not None:
-            stream.synchronize()
-        return duration
+def _waiting(write: Any) -> Any:
+    @wraps(write)
+    def write_and_wait(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = write(self, *arguments, **options)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return result
 
-    run_one_warmup._hf_flash_cupy_original = warm_up  # type: ignore[attr-defined]
-    return run_one_warmup
+    write_and_wait._hf_flash_cupy_original = write  # type: ignore[attr-defined]
+    return write_and_wait
 
 
 class _LazyImports:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import modeling_flash_attention_utils as flash_utils
-from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -52,19 +52,24 @@ class TestComingAndGoing:
         flash_utils._lazy_imports(None)
         assert asked == [(("flash_attention_2", None), {"allow_all_kernels": True}), ((None,), {})]
 
-    def test_continuous_batching_waits_for_its_warm_ups(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ran: list[object] = []
-        monkeypatch.setattr(ModelRunner, "run_one_warmup", warm_up := lambda runner, *given: ran.append(given) or 2.5)
-        stream = SimpleNamespace(synchronize=lambda: ran.append("waited"))
+    @pytest.mark.parametrize("method", ["_reset_static_tensors", "prepare_batch_tensors"])
+    def test_what_is_written_into_inputs_on_a_gpu_is_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch, method: str
+    ) -> None:
+        """Whichever batching it is: of one that is not asynchronous, the steps' inputs are on the GPU."""
+        happened: list[object] = []
+        monkeypatch.setattr(ContinuousBatchingIOs, method, write := lambda inputs, *given: happened.append(given))
+        stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: happened.append(device) or stream)
         enable_flash_alias()
         enable_flash_alias()
-        for each, happened in ((stream, [(1, 2), "waited"]), (None, [(1, 2)])):
-            runner = SimpleNamespace(inputs_and_outputs=SimpleNamespace(compute_stream=each))
-            assert ModelRunner.run_one_warmup(runner, 1, 2) == 2.5
-            assert ran == happened
-            ran.clear()
+        gpu = torch.device("cuda", 1)
+        for device, expected in ((gpu, [(1, 2), gpu, "waited"]), (torch.device("cpu"), [(1, 2)])):
+            getattr(ContinuousBatchingIOs, method)(SimpleNamespace(device=device), 1, 2)
+            assert happened == expected
+            happened.clear()
         disable_flash_alias()
-        assert ModelRunner.run_one_warmup is warm_up
+        assert getattr(ContinuousBatchingIOs, method) is write
 
     def test_another_transformers_is_refused_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(flash_utils, "_lazy_imports")
