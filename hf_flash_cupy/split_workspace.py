@@ -17,6 +17,7 @@ from torch import Tensor
 from .lasting import lasting_zeros
 
 _COUNTERS = 4096  # of a stream's buffer; tiles that are split are fewer unless the user says how often to split
+_DEFAULT_STREAM = 0  # the one that cannot be captured: asking costs as much as a launch
 _GRAPH_COUNTERS = 1 << 18  # of all graphs of a process, on one device
 
 
@@ -35,9 +36,10 @@ def lend(device: torch.device, floats: int, tiles: int) -> Lent:
     """Memory for the next launch on the current stream: ``floats`` fp32 of parts, ``tiles`` counters that are 0."""
     if device.type == "cpu" or tiles > _COUNTERS:
         return _own(device, floats, torch.zeros(tiles, dtype=torch.int32, device=device))
-    if torch.cuda.is_current_stream_capturing():
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream != _DEFAULT_STREAM and torch.cuda.is_current_stream_capturing():
         return _own(device, floats, _graph_counters(device).take(tiles))
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    key = (device.index, stream)
     buffer = _streams.get(key)
     if buffer is None or buffer.shape[0] < _COUNTERS + floats:
         buffer = _streams[key] = lasting_zeros(_COUNTERS + floats, device)
