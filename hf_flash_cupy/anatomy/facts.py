@@ -88,7 +88,8 @@ def _launch(facts: Facts, num_sms: int) -> dict[str, str]:
         grid = f"{busy:,} thread blocks of {threads} threads that stay and take {kernel.num_blocks:,} tiles in turn"
         together = f"1 thread block an SM, {kernel.num_blocks / max(busy, 1):.2f} tiles each"
     else:
-        tile += f", {kernel.parts} warps"
+        groups = f"{kernel.row_groups} groups of " if kernel.row_groups > 1 else ""
+        tile += f", {groups}{kernel.parts} warps"
         grid = f"{kernel.num_blocks:,} thread blocks of {threads} threads"
         waves = kernel.num_blocks / max(kernel.blocks_per_sm * num_sms, 1)
         together = f"{kernel.blocks_per_sm} thread blocks an SM, so {waves:.2f} waves"
@@ -112,6 +113,8 @@ def _ownership(algorithm: str, direction: str, kernel: Kernel) -> str:
     )
     if kernel.stays:
         text += "; one more warpgroup loads Q, K and V by TMA"
+    if kernel.row_groups > 1:
+        text += f"; {kernel.row_groups} groups of {kernel.parts} warps do so, each with row blocks of its own"
     if kernel.group > 1:
         text += f"; rows of the {kernel.group} query heads of a key head share a tile"
     return text

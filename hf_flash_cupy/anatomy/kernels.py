@@ -37,9 +37,14 @@ class Kernel:
         return self.config.kernel == "fa2_forward_sm90"
 
     @property
+    def row_groups(self) -> int:
+        """Groups of warps, each with row blocks of its own, that have the keys of a block in common."""
+        return int(dict(self.config.constants).get("int kGroups", "1"))
+
+    @property
     def parts(self) -> int:
         """Warps, or the warpgroups that compute, that share the rows or keys of a block."""
-        return self.block_m // sm90.UNIT_ROWS if self.stays else self.config.num_threads // 32
+        return self.block_m // sm90.UNIT_ROWS if self.stays else self.config.num_threads // 32 // self.row_groups
 
     @property
     def blocks_per_sm(self) -> int:

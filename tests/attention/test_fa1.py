@@ -224,11 +224,11 @@ def test_one_launch_each(device: torch.device) -> None:
 
 # On the host every tile runs, also those that shared memory or registers forbid elsewhere.
 FORWARD_TILES = [
-    fa1.ForwardTile(16, 16, 1, 64),
-    fa1.ForwardTile(16, 64, 2, 32),
-    fa1.ForwardTile(32, 128, 8, 64),
-    fa1.ForwardTile(64, 128, 4, 32),
-    fa1.ForwardTile(32, 512, 8, 64),
+    fa1.ForwardTile(16, 16, 1, 64, 1),
+    fa1.ForwardTile(16, 64, 2, 32, 1),
+    fa1.ForwardTile(32, 128, 8, 64, 1),
+    fa1.ForwardTile(16, 64, 12, 32, 3),
+    fa1.ForwardTile(16, 512, 16, 64, 4),
 ]
 BACKWARD_TILES = [
     fa1.BackwardTile(16, 16, 2, 16, 1),
