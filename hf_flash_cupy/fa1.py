@@ -73,14 +73,16 @@ def forward_tiles(problem: AttentionProblem, arch: str) -> Iterator[ForwardTile]
         yield ForwardTile(16, 64, 4, slab, 2)  # two groups of two warps, for what they exchange to be exercised
         return
     narrow = problem.dtype != "fp32"  # sums of plain products have a register for every summand
-    plain = narrow and not (problem.has_holes or problem.varlen or problem.softcap or problem.dropout)
+    features = problem.has_holes or problem.varlen or problem.softcap or problem.alibi or problem.dropout
     for keys in (512, 256, 128):
         if keys * max(d, dv) > 512 * 64:
             continue  # K and V fill 128 KB at most: the products of all groups need 64
-        if plain:
-            yield ForwardTile(16, keys, 16, slab, 4)  # 128 registers a thread
-        if narrow and problem.bias == "none":  # where a bias lies takes registers
-            yield ForwardTile(32, keys, 8, slab, 2)
+        if narrow and max(d, dv) <= 128 and problem.vector and not features:
+            yield ForwardTile(16, keys, 16, slab, 4)  # sixteen warps have 128 registers a thread
+        if narrow and slab <= 64 and problem.bias == "none" and not problem.dropout:
+            yield ForwardTile(
+                32, keys, 8, slab, 2
+            )  # random bits, and where a bias lies, take the registers of this one
         yield ForwardTile(32, keys, 8, slab, 1)
     # 99 KB (sm_86, sm_89, sm_120), 64 KB (sm_75), and wide heads: two warps a group have half of the products.
     for keys in (128, 64):
