@@ -73,16 +73,15 @@ def forward_tiles(problem: AttentionProblem, arch: str) -> Iterator[ForwardTile]
         yield ForwardTile(16, 64, 4, slab, 2)  # two groups of two warps, for what they exchange to be exercised
         return
     narrow = problem.dtype != "fp32"  # sums of plain products have a register for every summand
-    features = problem.has_holes or problem.varlen or problem.softcap or problem.alibi or problem.dropout
+    heavy = problem.bias != "none" or problem.alibi or problem.dropout  # positions and random bits take registers
+    plain = problem.vector and not (heavy or problem.has_holes or problem.varlen or problem.softcap)
     for keys in (512, 256, 128):
         if keys * max(d, dv) > 512 * 64:
             continue  # K and V fill 128 KB at most: the products of all groups need 64
-        if narrow and max(d, dv) <= 128 and problem.vector and not features:
+        if narrow and plain and d == dv <= 128:
             yield ForwardTile(16, keys, 16, slab, 4)  # sixteen warps have 128 registers a thread
-        if narrow and slab <= 64 and problem.bias == "none" and not problem.dropout:
-            yield ForwardTile(
-                32, keys, 8, slab, 2
-            )  # random bits, and where a bias lies, take the registers of this one
+        if narrow and not heavy and slab == 64 <= d:
+            yield ForwardTile(32, keys, 8, slab, 2)
         yield ForwardTile(32, keys, 8, slab, 1)
     # 99 KB (sm_86, sm_89, sm_120), 64 KB (sm_75), and wide heads: two warps a group have half of the products.
     for keys in (128, 64):

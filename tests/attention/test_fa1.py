@@ -181,6 +181,16 @@ def test_windows_hide_keys(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @TWO_TYPES
+def test_key_blocks_of_few(device: torch.device, dtype: torch.dtype) -> None:
+    """Of three key blocks one is seen by one row block, hence one group of warps, and the middle one by nobody."""
+    q, k, v = tensors(device, dtype)
+    k[:, 64:128], v[:, 64:128] = math.nan, math.nan
+    ends = torch.tensor([3, 60], dtype=torch.int32, device=device).repeat(BATCH, HEADS, ROWS, 1)
+    ends[:, :, 20:25] = torch.tensor([130, 150], dtype=torch.int32, device=device)
+    check.check(q, k, v, algorithm="fa1", key_intervals=ends)
+
+
+@TWO_TYPES
 def test_scores_of_any_size(device: torch.device, dtype: torch.dtype) -> None:
     """m moves by thousands from block to block, and beyond 2^24 its rounding would show."""
     q, k, v = tensors(device, dtype)
