@@ -66,6 +66,7 @@ def forward_tiles(problem: AttentionProblem, arch: str) -> Iterator[ForwardTile]
     with four groups of 16 rows (512 KB of K and V, 128 KB of products, 32 KB of Q), 3,300 with two of 32 rows. One
     group takes 14,000 (measured): hardly anything overlaps. Four groups take 6,500 to 8,500, two 7,000 to 10,000, or
     240 to 310 and 200 to 290 TFLOP/s on 128 multiprocessors. O crosses HBM 32 times, 34 GB, 1 of 4.8 TB/s.
+    At head size 128 products weigh twice: shared memory takes 6,500 clocks with four groups, 4,500 with two.
     """
     d, dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)
     slab = dv if dv <= 96 else 64  # the products of 32 rows and 64 columns take 64 registers
@@ -73,12 +74,13 @@ def forward_tiles(problem: AttentionProblem, arch: str) -> Iterator[ForwardTile]
         yield ForwardTile(16, 64, 4, slab, 2)  # two groups of two warps, for what they exchange to be exercised
         return
     narrow = problem.dtype != "fp32"  # sums of plain products have a register for every summand
-    heavy = problem.bias != "none" or problem.alibi or problem.dropout  # positions and random bits take registers
+    # Positions, random bits, and what a cap is computed with beside a mask, take the registers of a second group.
+    heavy = problem.bias != "none" or problem.alibi or problem.dropout or (problem.softcap and problem.has_holes)
     plain = problem.vector and not (heavy or problem.has_holes or problem.varlen or problem.softcap)
     for keys in (512, 256, 128):
         if keys * max(d, dv) > 512 * 64:
             continue  # K and V fill 128 KB at most: the products of all groups need 64
-        if narrow and plain and d == dv <= 128:
+        if narrow and plain and d == dv <= 96:
             yield ForwardTile(16, keys, 16, slab, 4)  # sixteen warps have 128 registers a thread
         if narrow and not heavy and slab == 64 <= d:
             yield ForwardTile(32, keys, 8, slab, 2)
