@@ -45,13 +45,13 @@ def _lines(problem: AttentionProblem, geometry: Geometry, arch: str) -> Iterator
     tile = config.tile
     assert tile is not None
     blocks = 1 if whole_head else -(-geometry.seqlen_q // tile.block_m)
-    share = f"{tile.block_n // tile.num_warps} keys" if whole_head else f"{tile.block_m // tile.num_warps} rows"
+    groups = int(dict(config.constants).get("int kGroups", "1"))  # of warps, each with row blocks of its own
+    warps = tile.num_warps // groups
+    share = f"{tile.block_n // warps} keys" if whole_head else f"{tile.block_m // warps} rows"
+    split = f"{groups} groups of {warps} warps" if groups > 1 else f"{warps} warps"
     rows = geometry.batch * geometry.num_heads * geometry.seqlen_q
     yield from _kernel_lines(problem, arch, config)
-    yield (
-        f"tile           {tile.block_m} rows × {tile.block_n} keys, {tile.num_warps} warps of {share}, "
-        f"{tile.stages} stage(s)"
-    )
+    yield f"tile           {tile.block_m} rows × {tile.block_n} keys, {split} of {share}, {tile.stages} stage(s)"
     grid = f"{geometry.num_heads} heads × {geometry.batch}"
     if not whole_head:
         grid = f"{blocks} row blocks × {grid}"

@@ -27,12 +27,13 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:
-    """B_r and B_c, the warps that split the keys, and the columns of V whose products they add up at once."""
+    """B_r and B_c, the warps that split rows and keys, and the columns of V whose products they add up at once."""
 
     block_m: int  # B_r
-    block_n: int  # B_c; a warp has block_n / num_warps keys, a multiple of 16
+    block_n: int  # B_c; a warp has block_n * groups / num_warps keys, a multiple of 16
     num_warps: int
     slab: int  # divides head_dim_v
+    groups: int  # of num_warps / groups warps that split the keys, each group with a row block of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +57,45 @@ def forward_tiles(problem: AttentionProblem, arch: str) -> Iterator[ForwardTile]
 
     Of a step of B_r rows and B_c keys: 4 · B_r · B_c · D operations; 8 · B_r · D bytes a warp through shared memory
     (partial products, written and read), which more keys a warp make up for; 8 · B_r · D bytes of O from and to device
-    memory, which more keys a block make up for.
+    memory, which more keys a block make up for. Every group reads K and V for itself, which more rows a group make up
+    for. The warps of one group wait for each other at every exchange, so that its steps are a chain of latencies;
+    several groups fill each other's gaps, best with a warp of each on every one of a multiprocessor's four schedulers.
 
-    Predicted for an H200, head size 64, 4096 rows and keys, 128 heads (one a multiprocessor), (32, 512, 8): a step is
-    4.2 MFLOP. Tensor cores take 1,600 clocks, shared memory 2,300 (64 KB of products written and read, 128 KB of K and
-    V, 32 KB of Q), exponentials 1,000, issue of all instructions 2,500: 4,000 to 7,000 as far as they overlap, or 135
-    to 235 TFLOP/s on 128 multiprocessors. O crosses HBM eight times, 2.1 GB, 0.5 ms of 2.5 to 4.
+    Predicted for an H200, head size 64, 16384 rows and keys, 128 heads (one a multiprocessor), of 64 rows and 512 keys,
+    8.4 MFLOP, in clocks: tensor cores 3,200, exponentials 2,000, issue of all instructions 3,500; shared memory 5,300
+    with four groups of 16 rows (512 KB of K and V, 128 KB of products, 32 KB of Q), 3,300 with two of 32 rows. One
+    group takes 14,000 (measured): hardly anything overlaps. Four groups take 6,500 to 8,500, two 7,000 to 10,000, or
+    240 to 310 and 200 to 290 TFLOP/s on 128 multiprocessors. O crosses HBM 32 times, 34 GB, 1 of 4.8 TB/s.
+    At head size 128 products weigh twice: shared memory takes 6,500 clocks with four groups, 4,500 with two.
     """
     d, dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)
     slab = dv if dv <= 96 else 64  # the products of 32 rows and 64 columns take 64 registers
     if arch == "host":
-        yield ForwardTile(32, 64, 4, slab)  # four warps, for what they exchange to be exercised
+        yield ForwardTile(16, 64, 4, slab, 2)  # two groups of two warps, for what they exchange to be exercised
         return
-    if max(d, dv) <= 64:
-        # 64 keys a warp: scores and products take 64 registers each. K and V fill 128 KB, the products 64 KB.
-        yield ForwardTile(32, 512, 8, slab)
-    if max(d, dv) <= 128:
-        yield ForwardTile(32, 256, 8, slab)  # K and V again 128 KB; eight warps hide each other's latencies
-    yield ForwardTile(32, 128, 8, slab)  # 16 keys a warp, the fewest: head size 256, and 128 in 163 KB
-    yield ForwardTile(32, 128, 4, slab)  # 99 KB (sm_86, sm_89, sm_120): half the warps, half the products
-    yield ForwardTile(32, 64, 4, slab)
-    yield ForwardTile(16, 64, 4, slab)  # 64 KB (sm_75), and head size 512
-    yield ForwardTile(16, 32, 2, slab)
-    yield ForwardTile(16, 16, 1, slab)
-    yield ForwardTile(16, 16, 1, 32)  # the least there is: 512 in fp32 fits 99 KB
+    narrow = problem.dtype != "fp32"  # sums of plain products have a register for every summand
+    # Positions, random bits, and what a cap is computed with beside a mask, take the registers of a second group.
+    heavy = problem.bias != "none" or problem.alibi or problem.dropout or (problem.softcap and problem.has_holes)
+    plain = problem.vector and not (heavy or problem.has_holes or problem.varlen or problem.softcap)
+    for keys in (512, 256, 128):
+        if keys * max(d, dv) > 512 * 64:
+            continue  # K and V fill 128 KB at most: the products of all groups need 64
+        if narrow and plain and d == dv <= 96:
+            yield ForwardTile(16, keys, 16, slab, 4)  # sixteen warps have 128 registers a thread
+        if narrow and not heavy and slab == 64 <= d:
+            yield ForwardTile(32, keys, 8, slab, 2)
+        yield ForwardTile(32, keys, 8, slab, 1)
+    # 99 KB (sm_86, sm_89, sm_120), 64 KB (sm_75), and wide heads: two warps a group have half of the products.
+    for keys in (128, 64):
+        if narrow:
+            yield ForwardTile(16, keys, 8, slab, 4)
+        yield ForwardTile(32, keys, 4, slab, 1)
+    if narrow:
+        yield ForwardTile(16, 64, 4, slab, 2)
+    yield ForwardTile(16, 64, 4, slab, 1)  # head size 512 in 163 KB
+    yield ForwardTile(16, 32, 2, slab, 1)
+    yield ForwardTile(16, 16, 1, slab, 1)
+    yield ForwardTile(16, 16, 1, 32, 1)  # the least there is: 512 in fp32 fits 99 KB
 
 
 def _forward_tile(problem: AttentionProblem, arch: str) -> ForwardTile:
@@ -95,7 +111,7 @@ def forward_shared_bytes(tile: ForwardTile, problem: AttentionProblem, arch: str
     d, dv = rounded_head_dims(problem.head_dim, problem.head_dim_v)
     size = 4 if problem.dtype == "fp32" else 2
     gap = HOST_GAP if arch == "host" else 0
-    q, k, v = tile.block_m * d * size, tile.block_n * d * size, tile.block_n * dv * size
+    q, k, v = tile.groups * tile.block_m * d * size, tile.block_n * d * size, tile.block_n * dv * size
     partials = tile.num_warps * tile.block_m * tile.slab * 4
     row_table = tile.num_warps * tile.block_m * 4
     return q + k + v + partials + 2 * row_table + 5 * gap
@@ -109,8 +125,8 @@ def forward_config(problem: AttentionProblem, arch: str, tile: ForwardTile | Non
     """
     check_supported(problem, arch)
     tile = tile or _forward_tile(problem, arch)
-    numbers = f"m{tile.block_m}_n{tile.block_n}_w{tile.num_warps}_s{tile.slab}"
-    constants = (("int kSlab", str(tile.slab)),)
+    numbers = f"m{tile.block_m}_n{tile.block_n}_w{tile.num_warps}_s{tile.slab}_g{tile.groups}"
+    constants = (("int kSlab", str(tile.slab)), ("int kGroups", str(tile.groups)))
     shared = forward_shared_bytes(tile, problem, arch)
     return _config(
         "forward", problem, arch, Tile(tile.block_m, tile.block_n, tile.num_warps, 1, 1), numbers, constants, shared

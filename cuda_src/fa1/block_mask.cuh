@@ -39,10 +39,10 @@ class BlockMask {
     return {i, {top.lo, bottom.hi}, {bottom.lo, top.hi}};
   }
 
-  // The first row block from i on that sees key block j; i = num_row_blocks where there is none.
-  __device__ __forceinline__ RowBlock next(int i, int j, int num_row_blocks) const {
+  // The first of row blocks i, i + stride ... that sees key block j; i = num_row_blocks where there is none.
+  __device__ __forceinline__ RowBlock next(int i, int j, int num_row_blocks, int stride = 1) const {
     RowBlock block{num_row_blocks, {0, 0}, {0, 0}};
-    for (; i < num_row_blocks; ++i) {
+    for (; i < num_row_blocks; i += stride) {
       block = row_block(i);
       if (!block.some.empty() && block.sees(j * kBc, (j + 1) * kBc)) return block;
     }

@@ -1,4 +1,4 @@
-// How the warps of a thread block, each with its own keys ("split-K"), put their results together through shared memory.
+// How the warps of a group, each with its own keys ("split-K"), put their results together through shared memory.
 #pragma once
 
 #include "isa.cuh"

@@ -1,7 +1,8 @@
 // FlashAttention-1, forward pass (Dao et al. 2022, Algorithm 1). One thread block walks a whole head of one batch entry: the
 // outer loop takes a block of keys and values into shared memory, the inner loop takes all row blocks past it. O, l and m live
-// in device memory and are read and written at every visit. The warps of a block split its keys ("split-K"): each multiplies
-// all rows with its own keys, and maxima, sums and products are put together through shared memory.
+// in device memory and are read and written at every visit. Groups of warps walk the inner loop side by side, each past every
+// kGroups-th row block. The warps of a group split the keys ("split-K"): each multiplies all rows of the group's row block with
+// its own keys, and maxima, sums and products are put together through shared memory.
 //
 // In the paper's letters: B_r = kBr rows, B_c = kBc keys, T_r row blocks i, T_c key blocks j.
 #pragma once
@@ -54,16 +55,16 @@ class Fa1Forward {
     const Element* v = seqlen_.template rows<Element>(params_.v, seqlen_.first_k, head_k);  // (seqlen_k, head_dim_v)
     const KeyInterval keys = mask_.head_keys();
     for (int j = keys.lo / Traits::kBc; j * Traits::kBc < keys.hi; ++j) {  // line 5
-      RowBlock block = mask_.next(0, j, num_row_blocks_);
-      if (block.i == num_row_blocks_) continue;
-      sync_threads();  // every warp has left the previous key block
-      load_keys(k, v, keys, j);  // line 6
-      load_q(block.i);
+      RowBlock block = mask_.next(shared_.group, j, num_row_blocks_, Traits::kGroups);
+      const bool seen = block.i < num_row_blocks_;
+      if (!sync_threads_any(seen)) continue;  // every warp has left the previous key block
+      load_keys(k, v, keys, j);               // line 6
+      if (seen) load_q(block.i);
       copy_async_commit();
       copy_async_wait<0>();
       sync_threads();
       while (block.i < num_row_blocks_) {  // line 7
-        const RowBlock next = mask_.next(block.i + 1, j, num_row_blocks_);
+        const RowBlock next = mask_.next(block.i + Traits::kGroups, j, num_row_blocks_, Traits::kGroups);
         step(block, next.i, j);
         block = next;
       }
@@ -86,6 +87,8 @@ class Fa1Forward {
     if (next < num_row_blocks_) load_q(next);
     copy_async_commit();
     if constexpr (Config::kDropout) drop(scores, block.i, j);
+    uint32 probabilities[Traits::kWarpKeys / Product<Element>::kK][kM][4];
+    to_operands<Element>(probabilities, scores);
 
     RowFactors factors[2];
 #pragma unroll 1
@@ -95,13 +98,13 @@ class Fa1Forward {
       float product[kM][kNV][4];  // the warp's own share of P̃_ij V_j
       clear(product);
       if (busy)
-        gemm_accumulator<Multiply>(product, scores, shared_.warp_v(slab), [&](int k, uint32(&words)[2]) {
+        gemm_operands<Multiply>(product, probabilities, shared_.warp_v(slab), [&](int k, uint32(&words)[2]) {
           if constexpr (Mask::kHoles) keep_columns<Element>(columns, k, words);
         });
-      if (slab > 0) sync_threads();  // every warp has left the previous slab's products
+      if (slab > 0) shared_.sync_group();  // every warp has left the previous slab's products
       if (busy) shared_.partials().put(product);
       if (slab == Traits::kSlabs - 1) copy_async_wait<0>();
-      sync_threads();  // the products of all warps have come, at the end Q of the next block too
+      shared_.sync_group();  // the products of all warps have come, at the end Q of the next block too
       if (!shared_.partials().owns()) continue;
       float sum[kOwn][4];
       shared_.partials().sum(sum, [&](int warp) { return block.sees(warp_first_key(j, warp), warp_first_key(j, warp + 1)); });
@@ -153,7 +156,7 @@ class Fa1Forward {
     }
     quad_max(maxima);
     shared_.maxima().put(maxima);
-    sync_threads();
+    shared_.sync_group();
 #pragma unroll
     for (int row = 0; row < 2 * kM; ++row) {
       maxima[row] = shared_.maxima().reduce(row_of(row / 2, row % 2 * 2), [](float a, float b) { return max_float(a, b); });
@@ -267,8 +270,9 @@ class Fa1Forward {
 
   __device__ __forceinline__ void load_q(int i) const {
     const int first_row = i * Traits::kBr;
-    load_tile<Config::kVector, Traits::kThreads>(shared_.q(), q_ + first_row * params_.q.row_stride, params_.q.row_stride,
-                                                 RowRange{0, seqlen_.seqlen_q - first_row}, params_.head_dim);
+    load_tile<Config::kVector, Traits::kGroupThreads>(shared_.q(), q_ + first_row * params_.q.row_stride, params_.q.row_stride,
+                                                      RowRange{0, seqlen_.seqlen_q - first_row}, params_.head_dim,
+                                                      shared_.group_thread());
   }
 
   __device__ __forceinline__ void load_keys(const Element* k, const Element* v, KeyInterval keys, int j) const {
@@ -284,7 +288,7 @@ class Fa1Forward {
 
   // Rows that see no key are visited by no step: out 0, lse -inf or the sink. Each warp takes its share of the row blocks.
   __device__ __forceinline__ void finish_empty_blocks() const {
-    for (int i = shared_.warp; i < num_row_blocks_; i += Traits::kNumWarps) {
+    for (int i = warp_id(); i < num_row_blocks_; i += Traits::kNumWarps) {
       if (!mask_.row_block(i).some.empty()) continue;
       const int end = min((i + 1) * Traits::kBr, seqlen_.seqlen_q);
       for (int row = i * Traits::kBr; row < end; ++row) {

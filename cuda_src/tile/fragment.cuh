@@ -104,6 +104,15 @@ __device__ __forceinline__ void to_operand(uint32 (&fragment)[4], const float (&
   }
 }
 
+// All steps.
+template <typename Element, int kSteps, int kM, int kColumns>
+__device__ __forceinline__ void to_operands(uint32 (&fragments)[kSteps][kM][4], const float (&accumulator)[kM][kColumns][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int i = 0; i < kM; ++i) to_operand<Element>(fragments[k][i], accumulator[i], k);
+}
+
 template <int kM, int kColumns>
 __device__ __forceinline__ void clear(float (&accumulator)[kM][kColumns][4]) {
 #pragma unroll

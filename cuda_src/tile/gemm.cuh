@@ -34,19 +34,14 @@ __device__ __forceinline__ void gemm_transposed(float (&scores)[kM][kN][4], Tile
   }
 }
 
-// out (rows, n) += probabilities (rows, k), an accumulator, times the columns of b (k, n) from `first_column`, a multiple of
-// 128. `keep(k, words)` may blank rows of b.
-template <typename Multiply, int kM, int kK, int kN, typename TileB, typename Keep>
-__device__ __forceinline__ void gemm_accumulator(float (&out)[kM][kN][4], const float (&probabilities)[kM][kK][4], TileB b,
-                                                 Keep keep, int first_column = 0) {
+// out (rows, n) += a (rows, k), operands, times the columns of b (k, n) from `first_column`, a multiple of 128.
+// `keep(k, words)` may blank rows of b.
+template <typename Multiply, int kSteps, int kM, int kN, typename TileB, typename Keep>
+__device__ __forceinline__ void gemm_operands(float (&out)[kM][kN][4], const uint32 (&rows)[kSteps][kM][4], TileB b, Keep keep,
+                                              int first_column = 0) {
   using Element = typename TileB::Element;
-  constexpr int kSteps = TileB::kRows / Product<Element>::kK;
   constexpr int kGroup = kTileGroup < kN, sizeof(Element) == 2 ? 8 : 4 > ;
-  uint32 rows[kSteps][kM][4];  // all at once: frees half of the probabilities' registers
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-    for (int i = 0; i < kM; ++i) to_operand<Element>(rows[k][i], probabilities[i], k);
+  static_assert(kSteps * Product<Element>::kK == TileB::kRows);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -59,6 +54,16 @@ __device__ __forceinline__ void gemm_accumulator(float (&out)[kM][kN][4], const 
       mma_tile<Multiply>(out, first, rows[k], columns);
     }
   }
+}
+
+// The same of probabilities (rows, k), an accumulator.
+template <typename Multiply, int kM, int kK, int kN, typename TileB, typename Keep>
+__device__ __forceinline__ void gemm_accumulator(float (&out)[kM][kN][4], const float (&probabilities)[kM][kK][4], TileB b,
+                                                 Keep keep, int first_column = 0) {
+  using Element = typename TileB::Element;
+  uint32 rows[TileB::kRows / Product<Element>::kK][kM][4];  // all at once: frees half of the probabilities' registers
+  to_operands<Element>(rows, probabilities);
+  gemm_operands<Multiply>(out, rows, b, keep, first_column);
 }
 
 // out (rows, n) += a (rows, k) times b (k, n): `load(fragment, i, k)` fetches m-tile i of a, the warp's columns of b are those

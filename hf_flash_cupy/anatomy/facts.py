@@ -83,8 +83,11 @@ def _launch(facts: Facts, num_sms: int) -> dict[str, str]:
     threads = kernel.config.num_threads
     busy = min(kernel.num_blocks, num_sms)
     tile = f"{kernel.block_m} rows (B_r) × {kernel.block_n} keys (B_c)"
-    groups = f"{kernel.parts} warpgroups of 4 warps that compute, 1 that loads"
-    tile += f", {groups if kernel.has_warpgroups else f'{kernel.parts} warps'}"
+    if kernel.has_warpgroups:
+        tile += f", {kernel.parts} warpgroups of 4 warps that compute, 1 that loads"
+    else:
+        groups = f"{kernel.row_groups} groups of " if kernel.row_groups > 1 else ""
+        tile += f", {groups}{kernel.parts} warps"
     if kernel.stays:
         grid = f"{busy:,} thread blocks of {threads} threads that stay and take {kernel.num_blocks:,} tiles in turn"
         together = f"1 thread block an SM, {kernel.num_blocks / max(busy, 1):.2f} tiles each"
@@ -113,6 +116,8 @@ def _ownership(algorithm: str, direction: str, kernel: Kernel) -> str:
     if kernel.has_warpgroups:
         loaded = "Q, K and V by TMA" if direction == "forward" else "K, V, Q and dO by TMA, and adds dQ by it"
         text += f"; one more warpgroup loads {loaded}"
+    if kernel.row_groups > 1:
+        text += f"; {kernel.row_groups} groups of {kernel.parts} warps do so, each with row blocks of its own"
     if kernel.group > 1:
         text += f"; rows of the {kernel.group} query heads of a key head share a tile"
     return text

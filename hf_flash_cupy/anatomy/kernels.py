@@ -42,9 +42,16 @@ class Kernel:
         return self.config.kernel.endswith("_sm90")
 
     @property
+    def row_groups(self) -> int:
+        """Groups of warps, each with row blocks of its own, that have the keys of a block in common."""
+        return int(dict(self.config.constants).get("int kGroups", "1"))
+
+    @property
     def parts(self) -> int:
         """Warps, or the warpgroups that compute, that share the rows or keys of a block."""
-        return self.config.num_threads // 128 - 1 if self.has_warpgroups else self.config.num_threads // 32
+        if self.has_warpgroups:
+            return self.config.num_threads // 128 - 1
+        return self.config.num_threads // 32 // self.row_groups
 
     @property
     def row_bytes(self) -> int:

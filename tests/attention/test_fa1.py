@@ -181,6 +181,16 @@ def test_windows_hide_keys(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @TWO_TYPES
+def test_key_blocks_of_few(device: torch.device, dtype: torch.dtype) -> None:
+    """Of three key blocks one is seen by one row block, hence one group of warps, and the middle one by nobody."""
+    q, k, v = tensors(device, dtype)
+    k[:, 64:128], v[:, 64:128] = math.nan, math.nan
+    ends = torch.tensor([3, 60], dtype=torch.int32, device=device).repeat(BATCH, HEADS, ROWS, 1)
+    ends[:, :, 20:25] = torch.tensor([130, 150], dtype=torch.int32, device=device)
+    check.check(q, k, v, algorithm="fa1", key_intervals=ends)
+
+
+@TWO_TYPES
 def test_scores_of_any_size(device: torch.device, dtype: torch.dtype) -> None:
     """m moves by thousands from block to block, and beyond 2^24 its rounding would show."""
     q, k, v = tensors(device, dtype)
@@ -224,11 +234,11 @@ def test_one_launch_each(device: torch.device) -> None:
 
 # On the host every tile runs, also those that shared memory or registers forbid elsewhere.
 FORWARD_TILES = [
-    fa1.ForwardTile(16, 16, 1, 64),
-    fa1.ForwardTile(16, 64, 2, 32),
-    fa1.ForwardTile(32, 128, 8, 64),
-    fa1.ForwardTile(64, 128, 4, 32),
-    fa1.ForwardTile(32, 512, 8, 64),
+    fa1.ForwardTile(16, 16, 1, 64, 1),
+    fa1.ForwardTile(16, 64, 2, 32, 1),
+    fa1.ForwardTile(32, 128, 8, 64, 1),
+    fa1.ForwardTile(16, 64, 12, 32, 3),
+    fa1.ForwardTile(16, 512, 16, 64, 4),
 ]
 BACKWARD_TILES = [
     fa1.BackwardTile(16, 16, 2, 16, 1),

@@ -62,6 +62,7 @@ class Block {
     for (Warp& warp : warps_) warp = Warp{};
     for (Barrier& barrier : barriers_) barrier = Barrier{};
     arrived_ = idle_ = 0;
+    any_coming_ = false;
     failure_.clear();
     current = this;
     for (int i = 0; i < num_threads_; ++i) {
@@ -87,13 +88,14 @@ class Block {
   ProductQueue& products() { return warps_[running_ / kLanes].products; }
   std::vector<PendingStore>& stores() { return stores_; }
 
-  void sync() {
-    if (++arrived_ == num_running_) {
-      arrived_ = 0;
-      ++generation_;
-      return;
-    }
-    wait_until([this, mine = generation_] { return generation_ != mine; }, "a barrier of all threads");
+  // Returns whether some thread came with `value`.
+  bool sync(bool value = false) {
+    any_coming_ |= value;
+    if (++arrived_ == num_running_)
+      release();
+    else
+      wait_until([this, mine = generation_] { return generation_ != mine; }, "a barrier of all threads");
+    return any_;  // the next barrier has to wait for this thread
   }
 
   void arrive_at(int id, int threads) {
@@ -170,6 +172,14 @@ class Block {
     long long place;
   };
 
+  // All threads that run have come to their barrier.
+  void release() {
+    arrived_ = 0;
+    any_ = any_coming_;
+    any_coming_ = false;
+    ++generation_;
+  }
+
   int next(int i) const {
     do i = i + 1 == num_threads_ ? 0 : i + 1;
     while (finished_[i]);
@@ -211,10 +221,7 @@ class Block {
         if (!warp.products.empty()) fail("ends before products that its block started");
       Fiber::switch_to(fibers_[from], caller_, true);
     }
-    if (arrived_ == num_running_) {  // a thread that has left counts as arrived, as on a GPU
-      arrived_ = 0;
-      ++generation_;
-    }
+    if (arrived_ == num_running_) release();  // a thread that has left counts as arrived, as on a GPU
     running_ = next(from);
     Fiber::switch_to(fibers_[from], fibers_[running_], true);
   }
@@ -255,6 +262,8 @@ class Block {
   int running_ = 0;
   int num_running_ = 0;
   int arrived_ = 0;
+  bool any_coming_ = false;  // of the threads that have come
+  bool any_ = false;         // of the last barrier
   int idle_ = 0;  // threads asked in vain since one went on
   unsigned generation_ = 0;
   Barrier barriers_[kNumBarriers];

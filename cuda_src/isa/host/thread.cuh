@@ -33,6 +33,9 @@ __device__ __forceinline__ int in_place(int value) { return value; }
 __device__ __forceinline__ SharedPtr in_place(SharedPtr address) { return address; }
 
 inline void sync_threads() { host::Block::current->sync(); }
+inline bool sync_threads_any(bool value) { return host::Block::current->sync(value); }
+inline void named_barrier_sync(int id, int threads) { host::Block::current->sync_at(id, threads); }
+inline void named_barrier_arrive(int id, int threads) { host::Block::current->arrive_at(id, threads); }
 inline void sync_warp() {
   host::Block::current->warp_collective(nullptr, [](void**) {});
 }

@@ -29,9 +29,6 @@ inline void decrease_registers() {}
 template <int kRegisters>
 inline void increase_registers() {}
 
-inline void named_barrier_sync(int id, int threads) { host::Block::current->sync_at(id, threads); }
-inline void named_barrier_arrive(int id, int threads) { host::Block::current->arrive_at(id, threads); }
-
 namespace host {
 
 // Lanes 8i to 8i + 7 name the rows of matrix i: those of row(lane) become the calling lane's.

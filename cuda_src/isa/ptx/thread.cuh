@@ -39,6 +39,16 @@ __device__ __forceinline__ SharedPtr in_place(SharedPtr address) {
 }
 
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }
+// The same, and whether `value` holds for some thread of the block.
+__device__ __forceinline__ bool sync_threads_any(bool value) { return __syncthreads_or(value) != 0; }
+// Barrier `id` (1 to 15; 0 is sync_threads()'s) is complete when `threads` threads, whole warps, have come: some wait there,
+// others only arrive (PTX ISA: bar.sync, bar.arrive).
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 __device__ __forceinline__ bool warp_any(bool value) { return __any_sync(~0u, value); }
 __device__ __forceinline__ uint32 warp_ballot(bool value) { return __ballot_sync(~0u, value); }  // bit i: lane i's

@@ -1,5 +1,4 @@
-// Four neighbouring warps as one: their registers, and barriers between some of a block's warpgroups; and what the lanes of their
-// warps tell each other.
+// Four neighbouring warps as one: their registers; and what the lanes of their warps tell each other.
 #pragma once
 
 #include "common/types.cuh"
@@ -23,15 +22,6 @@ __device__ __forceinline__ void decrease_registers() {
 template <int kRegisters>
 __device__ __forceinline__ void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Barrier `id` (1 to 15; 0 is sync_threads()'s) is complete when `threads` threads have come: some wait there, others only
-// arrive (PTX ISA: bar.sync, bar.arrive).
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements to shared memory (PTX ISA: stmatrix): lanes 8i..8i+7 name the rows of matrix i.
