@@ -1,25 +1,27 @@
 // In which order thread blocks take the keys, and each of them its rows.
 //
-// dk and dv are summed in the registers of one thread block. dq's sums are over thread blocks, each of which has some keys: their
-// parts are added as they come, or, for deterministic gradients, in the order in which the key blocks stand in the grid. That order
-// is what costs, where a thread block waits for one that started before it; steps are row blocks:
+// dk and dv are summed in the registers of one thread block, dq over all that see a row. Their parts are added as they come or, for
+// deterministic gradients, in the order in which the key blocks of a head stand in the grid, which a word in device memory enforces
+// for every row block: whose turn it is. A thread block then waits for none but those that started before it, however many run at
+// once. How long depends on the orders. In steps, of a row block each, with k key blocks of a head at work at once:
 //
-// - Of a head whose key blocks start with the longest, rows are taken from the last: each key block ends at its diagonal. The one
-//   behind must stay a step behind, so that of k that start at once the last waits k - 1 steps.
-// - Of a head whose key blocks start with the shortest, rows are taken from the diagonal on. The one behind is one step behind
-//   already, for it begins one step before the rows of the other: nobody ever waits. But the longest start last.
+// - No mask. All key blocks are of one length and meet the rows in one order, so that each has to stay a step behind the one
+//   before. Less cannot be where every key block sees every row. It is paid once, k - 1 steps: what follows starts as far apart
+//   as what went before has ended.
+// - Causal, the shortest key block of a head first, rows from the diagonal on: each is a step behind the one before already, for
+//   it begins that much before the other's rows. Nobody ever waits; but the longest, which starts last, ends far behind the rest.
+// - Causal, the longest first, rows from the last one to the diagonal: no long end. But those that start together have to get
+//   apart first, k - 1 steps for the last, and end together, so that it is the same with those that follow.
+// - Taken in turns by sections of heads, the last of which has its longest first: key blocks of the one kind end apart by the
+//   steps that those of the other need, and these end together, as those of the first may start. This is what is done, without
+//   a mask as well, where it changes nothing. It needs two sections, and k small: at least 16 heads of k and v a section.
 //
-// So the sections of heads take turns, the longest start first in the last one. What the one kind leaves off at the length of its
-// blocks, apart by the steps that the other kind needs, and the other ends everywhere at once, where the first may begin: a causal
-// launch has no waits but those of a section that starts beside nothing, and no long block at its end. Without a mask all key
-// blocks of a head are of one length, and what starts behind has to stay behind: k - 1 steps once in the launch, for what follows
-// starts as far apart as what went before ends. heads_per_section, at least 16, bounds k at 132 multiprocessors to 9.
+// Predicted steps beside those of the default order (a simulation of 132 multiprocessors: steps of 1 to 1.1, a turn passed on in 1),
+// for 16,384 tokens of 2,048 columns, without a mask | causal:
 //
-// Steps beside those of the default order, predicted with a turn handed on in one step: 16,384 tokens of 2,048 columns in all
-//
-//   tokens of a sequence              1,024        4,096        16,384
-//   head size 64, full, causal        7, 7         9, 4         17, 0     of 340, 219; 1,138, 612; 4,331, 2,183
-//   head size 128, full, causal       6, 3         17, 1        44, -6    of 306, 185; 1,115, 579; 4,351, 2,154
+//   rows of a sequence       1,024                  4,096                  16,384
+//   head size 64         7 of 340 | 7 of 219    9 of 1138 | 4 of 612   17 of 4331 |  0 of 2183
+//   head size 128        6 of 306 | 3 of 185   17 of 1115 | 1 of 579   44 of 4351 | -6 of 2154
 #pragma once
 
 #include "attn/tile_scheduler.cuh"
@@ -36,6 +38,7 @@ __device__ __forceinline__ bool longest_first(const AttentionParams& params, int
   return true;
 }
 
+// Of a walk over rows: no more than a constant where all go upwards.
 template <bool kDeterministic>
 struct RowDirection {
   static constexpr bool downwards = false;
