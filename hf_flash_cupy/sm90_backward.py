@@ -156,8 +156,9 @@ def reachable_configs() -> Iterator[KernelConfig]:
     """Every configuration that :func:`select` can give, each once."""
     seen: set[str] = set()
     dtypes: tuple[DType, ...] = ("fp16", "bf16")
-    for dtype, head_dim, *features in itertools.product(dtypes, HEAD_DIMS, (False, True), (False, True)):
-        for made in configs(dtype, head_dim, *features).values():
+    either = (False, True)
+    for dtype, head_dim, causal, deterministic in itertools.product(dtypes, HEAD_DIMS, either, either):
+        for made in configs(dtype, head_dim, causal, deterministic).values():
             if made.name not in seen:
                 seen.add(made.name)
                 yield made

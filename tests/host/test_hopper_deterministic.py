@@ -1,4 +1,4 @@
-"""Deterministic gradients of the Hopper backward on the CPU: each part of dq is added in its turn, whoever is faster."""
+"""Deterministic gradients of the Hopper backward on the CPU: each part of dq in its turn, whoever is faster."""
 
 from __future__ import annotations
 
@@ -122,12 +122,13 @@ def test_everybody_had_a_turn(
                 assert (entry[:, m_block] == (seen[-1] + 1 if up else -1)).all()
 
 
-FAULTS = {
-    "a block that waits for a later one": ("return keys.m_block + (", "return keys.m_block - (", "deadlock.* wait for turn"),
-    "a turn that nobody takes": ("(end - 1) / Config::kBlockN", "end / Config::kBlockN + 1", "deadlock.* wait for turn"),
-    "key blocks against their order": ("if (!longest_first<Config>(params, keys", "if (longest_first<Config>(params, keys", "deadlock.* wait for turn"),
-    "a turn passed on too early": ("      tma_store_wait();\n      pass", "      pass", "passed on before copies .*: the turn to"),
-}  # fmt: skip
+VAIN = "deadlock.* wait for turn"
+FAULTS = {  # text of the kernel, what stands there instead, and what is told
+    "a block that waits for a later one": ("return keys.m_block + (", "return keys.m_block - (", VAIN),
+    "a turn that nobody takes": ("(end - 1) / Config::kBlockN", "end / Config::kBlockN + 1", VAIN),
+    "blocks against their order": ("if (!longest_first<Config>(params, k", "if (longest_first<Config>(params, k", VAIN),
+    "a turn passed on too early": ("tma_store_wait();\n      pass_turn", "pass_turn", "before copies .*: the turn to"),
+}
 
 
 @pytest.mark.full
