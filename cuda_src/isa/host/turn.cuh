@@ -6,8 +6,9 @@
 
 namespace hfc {
 
+inline bool is_turn(const int* turn, int mine) { return __atomic_load_n(turn, __ATOMIC_ACQUIRE) == mine; }
 inline void wait_turn(const int* turn, int mine) {
-  host::Block::current->wait_for_blocks([=] { return __atomic_load_n(turn, __ATOMIC_ACQUIRE) == mine; }, "turn", mine);
+  host::Block::current->wait_for_blocks([=] { return is_turn(turn, mine); }, "turn", mine);
 }
 
 inline void pass_turn(int* turn, int next) {

@@ -7,17 +7,17 @@
 
 namespace hfc {
 
-// Until pass_turn() has made it this thread's turn (PTX ISA: ld.acquire). What the copy engine does for it then comes after what it
+// Whether pass_turn() has made it this thread's turn (PTX ISA: ld.acquire). What the copy engine does for it then comes after what it
 // did for those before, which the acquire alone would not say (PTX ISA: async proxy, fence.proxy.async).
-__device__ __forceinline__ void wait_turn(const int* turn, int mine) {
+__device__ __forceinline__ bool is_turn(const int* turn, int mine) {
   int now;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n fence.proxy.async.global;" : "=r"(now) : "l"(turn) : "memory");
+  return now == mine;
+}
+__device__ __forceinline__ void wait_turn(const int* turn, int mine) {
 #pragma unroll 1
-  for (int tries = 0;; tries += kMostWaits != 0) {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    if (now == mine) break;
+  for (int tries = 0; !is_turn(turn, mine); tries += kMostWaits != 0)
     if (kMostWaits != 0 && tries == kMostWaits) asm volatile("trap;");
-  }
-  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // After tma_store_wait(): that it has read shared memory says nothing of when the copy engine has written (PTX ISA: st.release;
