@@ -28,6 +28,7 @@ BLOCK_M = {64: 128, 128: 64}
 _LOAD_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # of a thread: 65,536 in all
 _STORE_ROWS = 16  # rows of dk and dv that a warp stores at once
 _ROW_SLOTS, _DS_SLOTS, _SLACK = 2, 3, 768  # kRowSlots, kDsSlots, kSlack
+_ORDERED_HEADS = 16  # heads that at least share the GPU, so that few of its thread blocks wait for each other
 _SCALES = (2.0**-64, 2.0**100)  # of softmax_scale: beyond, lse in units of a product leaves float32's range
 
 
@@ -72,7 +73,6 @@ def refusal_of_problem(problem: AttentionProblem) -> str:
     """The same, whatever the geometry."""
     features = {
         "FlashAttention-1": problem.algorithm != "fa2",
-        "deterministic gradients": problem.deterministic,
         "packed sequences": problem.varlen,
         "key intervals": problem.intervals,
         "mask": problem.mask,
@@ -101,7 +101,7 @@ def select(problem: AttentionProblem, geometry: Geometry, arch: str = sm90.ARCH)
     """
     if refusal(problem, geometry):
         return None
-    return configs(problem.dtype, kernel_head_dim(problem), is_causal(geometry), arch)
+    return configs(problem.dtype, kernel_head_dim(problem), is_causal(geometry), problem.deterministic, arch)
 
 
 def is_causal(geometry: Geometry) -> bool:
@@ -109,29 +109,40 @@ def is_causal(geometry: Geometry) -> bool:
     return 0 <= geometry.window[1] < geometry.seqlen_q - 1
 
 
-def configs(dtype: DType, head_dim: int, causal: bool, arch: str = sm90.ARCH) -> dict[str, KernelConfig]:
+def configs(
+    dtype: DType, head_dim: int, causal: bool, deterministic: bool = False, arch: str = sm90.ARCH
+) -> dict[str, KernelConfig]:
     """The kernels of one backward pass in the order they run, by name; ``head_dim`` of HEAD_DIMS."""
     rows, tile_bytes = "fa2/backward_sm90_rows.cuh", BLOCK_M[head_dim] * head_dim * 2
-    kernels = {  # include, whether it knows of the mask, threads, shared memory
-        "prepare": ("fa2_backward_sm90_prepare", rows, False, 128, 0),
-        "main": ("fa2_backward_sm90", "fa2/backward_sm90.cuh", causal, 384, shared_bytes(head_dim)),
-        "finish": ("fa2_backward_sm90_finish", rows, False, 256, tile_bytes),
+    kernels = {  # include, whether it knows of the mask and of the order of dq's parts, threads, shared memory
+        "prepare": ("fa2_backward_sm90_prepare", rows, False, deterministic, 128, 0),
+        "main": ("fa2_backward_sm90", "fa2/backward_sm90.cuh", causal, deterministic, 384, shared_bytes(head_dim)),
+        "finish": ("fa2_backward_sm90_finish", rows, False, False, 256, tile_bytes),
     }
     return {part: _config(*numbers, dtype, head_dim, arch) for part, numbers in kernels.items()}
 
 
 def _config(
-    kernel: str, include: str, causal: bool, threads: int, shared: int, dtype: DType, head_dim: int, arch: str
+    kernel: str,
+    include: str,
+    causal: bool,
+    deterministic: bool,
+    threads: int,
+    shared: int,
+    dtype: DType,
+    head_dim: int,
+    arch: str,
 ) -> KernelConfig:
     tile = Tile(BLOCK_M[head_dim], BLOCK_N, num_warps=threads // 32, stages=_ROW_SLOTS, min_blocks=1)
     problem = AttentionProblem(dtype, head_dim, head_dim, 1, vector=True)
-    numbers = f"m{tile.block_m}_n{tile.block_n}" + "_causal" * causal
+    numbers = f"m{tile.block_m}_n{tile.block_n}" + "_causal" * causal + "_deterministic" * deterministic
     sizes = (head_dim, head_dim)
     name = kernel_name(kernel, problem, numbers, arch, sizes)
     constants = (
         ("int kNumWarps", str(tile.num_warps)),
         ("int kRowChunks", "1"),
         ("bool kCausal", "true" if causal else "false"),
+        ("bool kDeterministic", "true" if deterministic else "false"),
         ("int kLoadRegisters", str(_LOAD_REGISTERS)),
         ("int kComputeRegisters", str(_COMPUTE_REGISTERS)),
     )
@@ -143,8 +154,9 @@ def reachable_configs() -> Iterator[KernelConfig]:
     """Every configuration that :func:`select` can give, each once."""
     seen: set[str] = set()
     dtypes: tuple[DType, ...] = ("fp16", "bf16")
-    for dtype, head_dim, causal in itertools.product(dtypes, HEAD_DIMS, (False, True)):
-        for made in configs(dtype, head_dim, causal).values():
+    either = (False, True)
+    for dtype, head_dim, causal, deterministic in itertools.product(dtypes, HEAD_DIMS, either, either):
+        for made in configs(dtype, head_dim, causal, deterministic).values():
             if made.name not in seen:
                 seen.add(made.name)
                 yield made
@@ -160,18 +172,22 @@ def workspaces(problem: AttentionProblem, geometry: Geometry) -> dict[str, int]:
     head_dim = kernel_head_dim(problem)
     block_m = BLOCK_M[head_dim]
     blocks = num_blocks(problem, geometry)[0] * geometry.num_heads * geometry.batch
-    return {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * statistics_bytes(block_m)[1] // 4}
+    sizes = {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * statistics_bytes(block_m)[1] // 4}
+    return sizes | {"dq_turns": 2 * blocks} if problem.deterministic else sizes
 
 
 def heads_per_section(problem: AttentionProblem, geometry: Geometry) -> int:
     """(batch, key head) pairs whose key blocks run interleaved, longest first: as many as keep q, dout and dq's sums in
-    the L2 cache. 1 unless key blocks differ in length."""
-    if not is_causal(geometry):
+    the L2 cache. 1 unless key blocks differ in length, or wait for each other: cuda_src/fa2/backward_sm90_order.cuh has
+    the argument for what deterministic gradients take."""
+    causal, ordered = is_causal(geometry), problem.deterministic
+    if not causal and not ordered:
         return 1
     group = geometry.num_heads // geometry.num_heads_k
     one = group * geometry.seqlen_q * kernel_head_dim(problem) * (2 + 2 + 4)
     pairs = geometry.batch * geometry.num_heads_k
-    return min(max((32 << 20) // max(one, 1), 1), pairs)
+    fit = max((32 << 20) // max(one, 1), _ORDERED_HEADS if ordered else 1)
+    return min(fit, -(-pairs // 2) if causal and ordered else pairs)
 
 
 def boxes(problem: AttentionProblem, geometry: Geometry) -> dict[str, TensorBox]:

@@ -27,7 +27,7 @@ __device__ __forceinline__ void fa2_backward_sm90(const BackwardSm90Params& para
   if (thread_id() == 0) shared.init_barriers();
   sync_threads();
   if (block_id() >= params.attention.num_tiles) return;
-  const WorkTile keys = key_work_tile(params.attention, block_id());
+  const WorkTile keys = ordered_key_tile<Config>(params.attention, block_id());
   const int warpgroup = warpgroup_id();
   if (warpgroup == 0) {
     decrease_registers<Config::kLoadRegisters>();

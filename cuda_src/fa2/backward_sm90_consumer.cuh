@@ -320,7 +320,7 @@ class BackwardConsumer {
     fence_async_proxy();
     sync_warp();
     if (lane_id() != 0) return;
-    const WorkTile keys = key_work_tile(params_, in_place(block_id()));
+    const WorkTile keys = ordered_key_tile<Config>(params_, in_place(block_id()));
     const int first_key = keys.m_block * Config::kBlockN + row;
 #pragma unroll
     for (int panel = 0; panel < TileK::kPanels; ++panel) {

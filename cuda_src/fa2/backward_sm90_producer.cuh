@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fa2/backward_sm90_traits.cuh"
+#include "turn.cuh"
 
 namespace hfc {
 
@@ -37,7 +38,9 @@ __device__ __forceinline__ void load_rows_of_keys(const BackwardSm90Params& para
   }
 }
 
-// What a warpgroup stages comes a step late: before the first block's it stages nothing that is anybody's. One thread calls.
+// What a warpgroup stages comes a step late: before the first block's it stages nothing that is anybody's. Where each part of dq has
+// its turn, that is asked for while the one before is on its way, and passed on when the warpgroup may stage again: what a turn takes
+// lies beside the warpgroup's products. One thread calls.
 template <typename Config>
 __device__ __forceinline__ void add_dq(const BackwardSm90Params& params, BackwardSm90Traits<Config> shared, const WorkTile& keys,
                                        int warpgroup) {
@@ -45,7 +48,11 @@ __device__ __forceinline__ void add_dq(const BackwardSm90Params& params, Backwar
   constexpr int kFloats = Traits::kDqBytes / 4;
   RowBlocks<Config> rows(params.attention, keys);
   Ring<1> ring;
+  const int next = next_to_add<Config>(params.attention, keys);
+  bool has_come = false;  // the turn of the next part
   for (int i = 0; i <= rows.count(); ++i) {
+    int* const turn = params.dq_turns + (rows.place() * Traits::kWarpgroups + warpgroup);
+    if (Config::kDeterministic && i > 0 && !has_come) wait_turn(turn, keys.m_block);
     mbarrier_wait(shared.dq_staged(warpgroup), ring.parity());
     ring.advance();
     if (i > 0) {
@@ -56,6 +63,12 @@ __device__ __forceinline__ void add_dq(const BackwardSm90Params& params, Backwar
       rows.advance();
     }
     mbarrier_arrive(shared.dq_read(warpgroup));
+    if (Config::kDeterministic && i > 0) {
+      const int64 part = rows.place() * Traits::kWarpgroups + warpgroup;
+      has_come = i < rows.count() && is_turn(params.dq_turns + part, keys.m_block);
+      tma_store_wait();
+      pass_turn(turn, next);
+    }
   }
   tma_store_wait();
 }

@@ -26,6 +26,10 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
   for (int i = thread_id() * 4; i < Config::kBlockM * Config::kHeadDim; i += Config::kNumWarps * kWarpSize * 4)
     store_global_chunk(sums + i, Chunk{});
 
+  constexpr int kTurns = BackwardSm90Traits<Config>::kWarpgroups;
+  if (Config::kDeterministic && thread_id() < kTurns)
+    launch.dq_turns[block * kTurns + thread_id()] = first_to_add<Config>(params, work);
+
   float* starts = launch.row_statistics + block * (Statistics::kBytes / 4);
   const int first_row = work.m_block * Config::kBlockM;
   const Element* dout = seqlen.template rows<Element>(params.dout, first_row, work.head);

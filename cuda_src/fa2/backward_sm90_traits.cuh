@@ -1,9 +1,9 @@
 // What the warpgroups of the Hopper backward share: parameters, shared memory, the events they wait for, and the rows they walk.
 #pragma once
 
-#include "attn/tile_scheduler.cuh"
 #include "common/math.cuh"
 #include "common/params.cuh"
+#include "fa2/backward_sm90_order.cuh"
 #include "isa.cuh"
 #include "mbarrier.cuh"
 #include "tma.cuh"
@@ -23,7 +23,8 @@ struct BackwardSm90Params {
   TensorMap dv;
   AttentionParams attention;
   float* row_statistics;  // (batch, num_heads, row blocks, RowStatistics::kBytes), written by the prepare kernel
-  uint8 padding[64 - (sizeof(AttentionParams) + 8) % 64];
+  int* dq_turns;  // (batch, num_heads, row blocks, kWarpgroups), of deterministic gradients: the key block that adds next
+  uint8 padding[64 - (sizeof(AttentionParams) + 16) % 64];
 };
 
 constexpr int kUnitKeys = 64;  // keys of a warpgroup
@@ -161,7 +162,7 @@ struct BackwardSm90Traits {
 };
 
 // The row blocks that see a block of keys, of one query head after the other: those that share the head of keys. Upwards from the
-// diagonal, so that neighbouring key blocks do not add to the same rows of dq at once.
+// diagonal, so that neighbouring key blocks do not add to the same rows of dq at once; or downwards, see longest_first().
 template <typename Config>
 class RowBlocks {
  public:
@@ -174,12 +175,20 @@ class RowBlocks {
     m_block_ = first_;
     place_ = place(params, keys.entry, keys.head * group, first_);
     count_ = group * (end_ - first_);
+    if constexpr (Config::kDeterministic) {
+      direction_.downwards = longest_first<Config>(params, keys.entry, keys.head);
+      if (direction_.downwards) {
+        m_block_ = end_ - 1;
+        place_ += m_block_ - first_;
+      }
+    }
   }
   __device__ __forceinline__ int count() const { return count_; }
   __device__ __forceinline__ int m_block() const { return m_block_; }
   __device__ __forceinline__ int64 place() const { return place_; }
   // Returns whether the next block is the first of another head.
   __device__ __forceinline__ bool advance() {
+    if (direction_.downwards) return retreat();
     ++place_;
     if (++m_block_ < end_) return false;
     m_block_ = first_;
@@ -193,7 +202,16 @@ class RowBlocks {
   }
 
  private:
+  __device__ __forceinline__ bool retreat() {
+    --place_;
+    if (--m_block_ >= first_) return false;
+    m_block_ = end_ - 1;
+    place_ += 2 * end_ - first_;
+    return true;
+  }
+
   int end_, first_ = 0, m_block_, place_, count_;
+  RowDirection<Config::kDeterministic> direction_;
 };
 
 }  // namespace hfc

@@ -42,6 +42,7 @@ def check_hopper_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> N
     with record_launches() as records:
         worst = check_gradients(leaves(q, k, v), **options)
     assert [record.kernel for record in records[1:]] == KERNELS
+    assert ("_deterministic" in records[2].config.name) == options.get("deterministic", False)
     assert worst <= 1
 
 

@@ -17,7 +17,8 @@ from hf_flash_cupy.problem import KernelConfig
 
 CONFIGS = {config.name: config for config in sm90_backward.reachable_configs()}
 FAST = re.compile(
-    "fa2_backward_sm90_(bf16_d64_m128_n128_causal|fp16_d128_m64_n128|(prepare|finish)_bf16_d64_m128_n128)_"
+    "fa2_backward_sm90_(bf16_d64_m128_n128_causal(_deterministic)?|fp16_d128_m64_n128|"
+    "(prepare|finish)_bf16_d64_m128_n128|prepare_bf16_d64_m128_n128_deterministic)_vector"
 )
 MAIN = re.compile("fa2_backward_sm90_(bf16|fp16)_")
 CASES = [
@@ -50,16 +51,19 @@ def backward_geometry(head_dim: int = 128, **changes: Any) -> Geometry:
     return replace(plain, **{"dout_strides": plain.out_strides} | changes)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "built"), [(48, 64), (64, 64), (72, 128), (96, 128), (128, 128)])
-def test_served(head_dim: int, built: int, causal: bool) -> None:
+def test_served(head_dim: int, built: int, causal: bool, deterministic: bool) -> None:
     window = (-1, 0 if causal else -1)
-    kernels = sm90_backward.select(problem(head_dim), backward_geometry(head_dim, window=window))
+    asked = problem(head_dim, deterministic=deterministic)
+    kernels = sm90_backward.select(asked, backward_geometry(head_dim, window=window))
     assert kernels is not None
     assert list(kernels) == ["prepare", "main", "finish"]
     for part, config in kernels.items():
         assert f"_d{built}_" in config.name
         assert ("causal" in config.name) == (causal and part == "main")
+        assert ("deterministic" in config.name) == (deterministic and part != "finish")
         assert config.shared_bytes <= tiles.SHARED_LIMITS["90a"]
 
 
@@ -75,7 +79,6 @@ def test_a_mask_costs_only_where_it_hides(window: tuple[int, int], causal: bool)
 @pytest.mark.parametrize(
     ("asked", "changes", "why"),
     [
-        ({"deterministic": True}, {}, "deterministic"),
         ({"varlen": True}, {}, "packed"),
         ({"intervals": True}, {}, "intervals"),
         ({"mask": True}, {}, "mask"),
@@ -120,8 +123,10 @@ def test_workspaces_hold_whole_row_blocks(head_dim: int) -> None:
     numbers = backward_geometry(head_dim, batch=3, seqlen_q=1000)
     block_m = sm90_backward.BLOCK_M[head_dim]
     blocks = -(-1000 // block_m) * 8 * 3
-    sizes = sm90_backward.workspaces(problem(head_dim), numbers)
-    assert sizes == {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * (4 * block_m + 4)}
+    sizes = {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * (4 * block_m + 4)}
+    assert sm90_backward.workspaces(problem(head_dim), numbers) == sizes
+    turns = {"dq_turns": blocks * 2}  # a warpgroup each
+    assert sm90_backward.workspaces(problem(head_dim, deterministic=True), numbers) == sizes | turns
 
 
 def test_heads_that_run_together_fit_the_cache() -> None:
@@ -130,3 +135,15 @@ def test_heads_that_run_together_fit_the_cache() -> None:
     assert sm90_backward.heads_per_section(problem(64), causal) == 4  # of 4 heads by 4,096 rows by 64 by 8 bytes
     assert sm90_backward.heads_per_section(problem(64), replace(causal, window=(-1, -1))) == 1
     assert sm90_backward.heads_per_section(problem(64), replace(causal, seqlen_q=64)) == 32
+
+
+def test_few_key_blocks_wait_for_each_other() -> None:
+    """Deterministic gradients: causal heads in two sections at least, whose orders differ."""
+    ordered = problem(64, deterministic=True)
+    causal = backward_geometry(64, batch=4, num_heads=32, num_heads_k=8, window=(-1, 0))
+    full = replace(causal, window=(-1, -1))
+    assert sm90_backward.heads_per_section(ordered, causal) == 16
+    assert sm90_backward.heads_per_section(ordered, full) == 16
+    assert sm90_backward.heads_per_section(ordered, replace(full, seqlen_q=64)) == 32
+    assert sm90_backward.heads_per_section(ordered, replace(causal, seqlen_q=64)) == 16
+    assert sm90_backward.heads_per_section(ordered, replace(causal, batch=1, num_heads_k=1)) == 1

@@ -43,6 +43,23 @@ def gradients(tensors: tuple[Tensor, ...], dout: Tensor, **options: bool) -> tup
     return torch.autograd.grad(flash_attention(*given, **options), given, dout)
 
 
+def check_some_heads(got: tuple[Tensor, ...], tensors: tuple[Tensor, ...], dout: Tensor, **options: bool) -> None:
+    """The gradients of the first and the last head of keys, and of the query heads that share it, against float64."""
+    q, k, v = tensors
+    group = q.shape[2] // k.shape[2]
+    for entry, head_k in ((0, 0), (q.shape[0] - 1, k.shape[2] - 1)):
+        of_q, of_k = slice(head_k * group, head_k * group + group), slice(head_k, head_k + 1)
+        exact = [
+            x[entry : entry + 1, :, part].double().requires_grad_() for x, part in ((q, of_q), (k, of_k), (v, of_k))
+        ]
+        out = attention_reference(*exact, **options)[0]
+        truth = torch.autograd.grad(out, exact, dout[entry : entry + 1, :, of_q].double())
+        for found, expected, part in zip(got, truth, (of_q, of_k, of_k), strict=True):
+            assert relative_error(found[entry : entry + 1, :, part], expected) < (6e-3 if q.dtype == BF16 else 1e-3)
+        del exact, out, truth
+    assert all(x.isfinite().all() for x in got)
+
+
 def relative_error(got: Tensor, truth: Tensor) -> float:
     return ((got.double() - truth.double()).norm() / truth.double().norm()).item()
 
@@ -70,18 +87,7 @@ def test_a_full_card(group: int, head_dim: int, dtype: torch.dtype) -> None:
     batch, heads, rows = 4, 32, 4096
     q, k, v = qkv(batch, rows, rows, heads, head_dim, dtype=dtype, device=CUDA, num_heads_k=heads // group)
     dout = randn(*q.shape, dtype=dtype, device=CUDA, seed=9)
-    dq, dk, dv = gradients((q, k, v), dout, causal=True)
-    for entry, head_k in ((0, 0), (batch - 1, heads // group - 1)):
-        of_q, of_k = slice(head_k * group, head_k * group + group), slice(head_k, head_k + 1)
-        exact = [
-            x[entry : entry + 1, :, part].double().requires_grad_() for x, part in ((q, of_q), (k, of_k), (v, of_k))
-        ]
-        out = attention_reference(*exact, causal=True)[0]
-        truth = torch.autograd.grad(out, exact, dout[entry : entry + 1, :, of_q].double())
-        for got, expected, part in zip((dq, dk, dv), truth, (of_q, of_k, of_k), strict=True):
-            assert relative_error(got[entry : entry + 1, :, part], expected) < (6e-3 if dtype == BF16 else 1e-3)
-        del exact, out, truth
-    assert all(x.isfinite().all() for x in (dq, dk, dv))
+    check_some_heads(gradients((q, k, v), dout, causal=True), (q, k, v), dout, causal=True)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -147,6 +153,57 @@ def test_repeats(head_dim: int) -> None:
         assert relative_error(again[0], dq) < 1e-3
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+def test_deterministic_shapes(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
+    check_hopper_shapes(MORE_SHAPES, head_dim, dtype, CUDA, causal=causal, weigh_lse=True, deterministic=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_k", "rows", "keys"),
+    [
+        (4, 32, 8, 4096, 4096),  # 1,024 thread blocks
+        (16, 16, 16, 1024, 1024),
+        (1, 8, 8, 8192, 8192),
+        (1, 16, 1, 5000, 6100),  # one head of keys: all of its 48 key blocks at once
+        (3, 6, 2, 3000, 1000),
+    ],
+)
+def test_deterministic(batch: int, heads: int, heads_k: int, rows: int, keys: int, head_dim: int, causal: bool) -> None:
+    """Bit-equal from run to run, with more thread blocks than run at once, and fewer; and right."""
+    tensors = qkv(batch, rows, keys, heads, head_dim, dtype=BF16, device=CUDA, num_heads_k=heads_k)
+    dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
+    with record_launches() as records:
+        first = gradients(tensors, dout, causal=causal, deterministic=True)
+    assert [record.kernel for record in records[1:]] == KERNELS
+    for _ in range(30):
+        again = gradients(tensors, dout, causal=causal, deterministic=True)
+        assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+    by_default = gradients(tensors, dout, causal=causal)
+    assert all(relative_error(x, y) < 1e-3 for x, y in zip(first, by_default, strict=True))
+    if heads_k > 1:  # float64 scores of 16 heads would take 4 GB
+        check_some_heads(first, tensors, dout, causal=causal)
+
+
+def test_deterministic_beside_others() -> None:
+    """Other kernels take multiprocessors away and give them back: thread blocks start at other times."""
+    tensors = qkv(4, 2000, 2000, 16, 64, dtype=BF16, device=CUDA, num_heads_k=4)
+    dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
+    expected = gradients(tensors, dout, causal=True, deterministic=True)
+    side, busy = torch.cuda.Stream(), randn(4096, 4096, dtype=BF16, device=CUDA, seed=1)
+    torch.cuda.synchronize()
+    for i in range(30):
+        with torch.cuda.stream(side):
+            for _ in range(i % 5):
+                busy = (busy @ busy).clamp(-1, 1)
+        again = gradients(tensors, dout, causal=True, deterministic=True)
+        assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
+    torch.cuda.synchronize()
+
+
 def test_streams_and_graphs() -> None:
     """Calls of several streams at once, beside those of a graph."""
     tensors = qkv(2, 1000, 1000, 8, 64, dtype=BF16, device=CUDA)
@@ -192,7 +249,7 @@ def test_64_bit_offsets() -> None:
 
 
 def test_what_it_does_not_serve_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of mma.sync, forced or for deterministic gradients, give what these do."""
+    """The kernels of mma.sync, forced, give what these do, in whichever order dq is summed."""
     tensors = qkv(2, 500, 500, 4, 128, dtype=BF16, device=CUDA, num_heads_k=2)
     dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
     with record_launches() as records:
@@ -200,13 +257,14 @@ def test_what_it_does_not_serve_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [record.kernel for record in records[1:]] == KERNELS
     with record_launches() as records:
         deterministic = gradients(tensors, dout, causal=True, deterministic=True)
-    assert not {record.kernel for record in records} & set(KERNELS)
+    assert [record.kernel for record in records[1:]] == KERNELS
     monkeypatch.setenv("HF_FLASH_CUPY_ARCH", "90")
     execute._local.__dict__.clear()
     forget_backward_plans(CUDA)
     with record_launches() as records:
         forced = gradients(tensors, dout, causal=True)
+        forced_too = gradients(tensors, dout, causal=True, deterministic=True)
     assert not {record.kernel for record in records} & set(KERNELS)
-    for other in (deterministic, forced):
-        for mine, theirs in zip(ours, other, strict=True):
-            assert relative_error(mine, theirs) < 5e-3
+    for mine in (ours, deterministic):
+        for other in (forced, forced_too):
+            assert all(relative_error(x, y) < 5e-3 for x, y in zip(mine, other, strict=True))

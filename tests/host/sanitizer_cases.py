@@ -189,6 +189,19 @@ def hopper(device: str) -> None:
         assert "fa2_forward_sm90" in {record.kernel for record in records}
 
 
+def hopper_gradients(device: str) -> None:
+    """The Hopper backward, its parts of dq added as they come and in turns: on the CPU, in a process of its own."""
+    if device == "cpu":
+        os.environ["HF_FLASH_CUPY_ARCH"] = "90a"
+    with record_launches() as records:
+        for deterministic in (False, True):
+            gradients(device, BF16, 64, 64, deterministic=deterministic)
+            given = [x.requires_grad_() for x in tensors(device, BF16, 64, 64, 200, 300)]
+            flash_attention(*given, causal=True, deterministic=deterministic).sum().backward()
+    if device == "cpu":
+        assert len({record.config.name for record in records if record.kernel == "fa2_backward_sm90"}) == 2
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "bf16-decode": lambda device: decode(device, BF16, 32, 32),
     "bf16-vector": lambda device: plain(device, BF16, 24, 24),
@@ -225,6 +238,7 @@ MORE_CASES: dict[str, Callable[[str], None]] = {
     "fp32-decode": lambda device: decode(device, FP32, 64, 32),
     "fp32-chunks": lambda device: plain(device, FP32, 259, 301),
     "bf16-hopper": hopper,
+    "bf16-hopper-gradients": hopper_gradients,
 }
 
 

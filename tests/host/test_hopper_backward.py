@@ -41,7 +41,6 @@ def test_the_cpu_runs_it_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_left_to_others() -> None:
     assert not set(kernels_of(63)) & set(KERNELS)
-    assert not set(kernels_of(64, deterministic=True)) & set(KERNELS)
     assert not set(kernels_of(64, window_size=(5, -1))) & set(KERNELS)
 
 

@@ -6,10 +6,13 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <string>
+#include <thread>
 
+#include "deal.h"
 #include "products.h"
 #include "shared_memory.h"
 
@@ -34,15 +37,18 @@ struct Warp {
 struct PendingStore {
   int thread;
   bool committed;
-  std::function<void()> copy;
+  bool has_read;  // shared memory: it writes what it read later
+  std::function<void()> read;
+  std::function<void()> write;
 };
 
 class Block {
  public:
   static thread_local Block* current;
 
-  Block(int num_threads, std::size_t shared_bytes)
+  Block(int num_threads, std::size_t shared_bytes, Deal& deal)
       : num_threads_(num_threads),
+        deal_(deal),
         fibers_(num_threads),
         finished_(num_threads),
         waits_(num_threads),
@@ -52,17 +58,16 @@ class Block {
 
   // Returns what went wrong, empty where nothing did.
   template <typename Kernel>
-  const std::string& run(Kernel&& kernel, long long block_id, long long num_blocks) {
+  const std::string& run(Kernel&& kernel, long long block_id) {
     static thread_local Kernel* body;
     body = &kernel;
     block_id_ = block_id;
-    num_blocks_ = num_blocks;
     num_running_ = num_threads_;
     memory_.poison();
     for (Warp& warp : warps_) warp = Warp{};
     for (Barrier& barrier : barriers_) barrier = Barrier{};
-    arrived_ = idle_ = 0;
-    any_coming_ = false;
+    arrived_ = idle_ = waiting_for_blocks_ = 0;
+    any_coming_ = is_first_ = false;
     failure_.clear();
     current = this;
     for (int i = 0; i < num_threads_; ++i) {
@@ -83,10 +88,17 @@ class Block {
 
   int thread() const { return running_; }
   long long block() const { return block_id_; }
-  long long num_blocks() const { return num_blocks_; }
+  long long num_blocks() const { return deal_.num_blocks(); }
   SharedMemory& memory() { return memory_; }
   ProductQueue& products() { return warps_[running_ / kLanes].products; }
   std::vector<PendingStore>& stores() { return stores_; }
+  // Those of a thread that have read shared memory.
+  void write_stores(int thread) {
+    auto ready = [thread](const PendingStore& store) { return store.thread == thread && store.has_read; };
+    for (const PendingStore& store : stores_)
+      if (ready(store)) store.write();
+    stores_.erase(std::remove_if(stores_.begin(), stores_.end(), ready), stores_.end());
+  }
 
   // Returns whether some thread came with `value`.
   bool sync(bool value = false) {
@@ -145,6 +157,14 @@ class Block {
     idle_ = 0;
   }
 
+  // The same for what thread blocks with smaller ids bring about: not in vain while one of them is under way.
+  template <typename Ready>
+  void wait_for_blocks(Ready ready, const char* what, long long place) {
+    ++waiting_for_blocks_;
+    wait_until(ready, what, place);
+    --waiting_for_blocks_;
+  }
+
   // Is done when no thread can go on.
   void later(std::function<void()> work) { late_.push_back(std::move(work)); }
   // The calling thread goes on when no other can.
@@ -193,7 +213,11 @@ class Block {
   }
   void nobody_goes_on() {
     if (late_.empty()) {
-      if (idle_ > 4 * (num_threads_ + kLanes)) fail(deadlock());  // within a warp some are asked more often
+      if (idle_ <= 4 * (num_threads_ + kLanes)) return;  // within a warp some are asked more often
+      if (waiting_for_blocks_ == 0 || is_first_) fail(deadlock());
+      is_first_ = deal_.is_first(block_id_);  // what is waited for may have come before that: everybody is asked again
+      idle_ = 0;
+      std::this_thread::yield();
       return;
     }
     const bool earliest = block_id_ % 2 == 0;
@@ -213,6 +237,7 @@ class Block {
   void finish() {
     const int from = running_;
     finished_[from] = true;
+    write_stores(from);
     for (const PendingStore& store : stores_)
       if (store.thread == from) fail("ends before its copies to device memory have read shared memory");
     if (--num_running_ == 0) {
@@ -247,6 +272,7 @@ class Block {
   void adopt_caller();
 
   int num_threads_;
+  Deal& deal_;
   std::vector<Fiber> fibers_;
   std::vector<char> finished_;
   std::vector<Wait> waits_;  // the last of each thread
@@ -258,13 +284,14 @@ class Block {
   std::string failure_;
   Fiber caller_;
   long long block_id_ = 0;
-  long long num_blocks_ = 0;
   int running_ = 0;
   int num_running_ = 0;
   int arrived_ = 0;
   bool any_coming_ = false;  // of the threads that have come
   bool any_ = false;         // of the last barrier
   int idle_ = 0;  // threads asked in vain since one went on
+  int waiting_for_blocks_ = 0;  // threads
+  bool is_first_ = false;  // of the blocks under way, as far as is known
   unsigned generation_ = 0;
   Barrier barriers_[kNumBarriers];
 };

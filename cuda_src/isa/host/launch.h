@@ -1,7 +1,6 @@
 // A kernel launch on a CPU: thread blocks are dealt to worker threads.
 #pragma once
 
-#include <atomic>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -19,24 +18,24 @@ struct LaunchShape {
 template <typename Params, int kThreads, int kSharedBytes>
 const char* launch(void (*kernel)(const Params&), const Params& params, const LaunchShape& shape) {
   const long long num_blocks = 1LL * shape.grid_x * shape.grid_y * shape.grid_z;
-  std::atomic<long long> next_block{0};
+  const int num_workers = num_blocks < shape.num_workers ? int(num_blocks) : shape.num_workers;
+  Deal deal(num_blocks, num_workers);
   static thread_local std::string failure;
   std::mutex failing;
   failure.clear();
-  auto work = [&, &failure = failure] {
-    Block block(kThreads, kSharedBytes);
-    for (long long id; (id = next_block.fetch_add(1)) < num_blocks;) {
-      const std::string& failed = block.run([&] { kernel(params); }, id, num_blocks);
+  auto work = [&, &failure = failure](int worker) {
+    Block block(kThreads, kSharedBytes, deal);
+    for (long long id; (id = deal.next(worker)) < num_blocks;) {
+      const std::string& failed = block.run([&] { kernel(params); }, id);
       if (failed.empty()) continue;
-      next_block = num_blocks;
+      deal.stop();
       const std::lock_guard<std::mutex> guard(failing);
       if (failure.empty()) failure = failed;
     }
   };
-  const int num_workers = num_blocks < shape.num_workers ? int(num_blocks) : shape.num_workers;
   std::vector<std::thread> workers;
-  for (int i = 1; i < num_workers; ++i) workers.emplace_back(work);
-  work();
+  for (int i = 1; i < num_workers; ++i) workers.emplace_back(work, i);
+  work(0);
   for (std::thread& worker : workers) worker.join();
   return failure.empty() ? nullptr : failure.c_str();
 }

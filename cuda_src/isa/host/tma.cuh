@@ -76,17 +76,16 @@ inline void start_load(std::ptrdiff_t offset, int bytes, SharedPtr barrier, Copy
   });
 }
 
-// copy(memory): from what the copy engine sees, when the calling thread waits for it.
+// copy(what it read): from what the copy engine sees, when the calling thread waits for it.
 template <typename Copy>
 inline void start_store(std::ptrdiff_t offset, std::ptrdiff_t bytes, Copy copy) {
   SharedMemory& memory = Block::current->memory();
   if (!memory.agrees(offset, bytes)) Block::current->fail("written and not fenced: what goes to device memory from", offset);
   const std::vector<char> before(memory.base() + offset, memory.base() + offset + bytes);
-  Block::current->stores().push_back({thread_id(), false, [=, &memory] {
-                                        if (!memory.agrees(offset, bytes, before))
-                                          Block::current->fail("changes on its way to device memory from", offset);
-                                        copy(memory);
-                                      }});
+  auto read = [=, &memory] {
+    if (!memory.agrees(offset, bytes, before)) Block::current->fail("changes on its way to device memory from", offset);
+  };
+  Block::current->stores().push_back({thread_id(), false, false, read, [=] { copy(before.data()); }});
 }
 
 }  // namespace host
@@ -113,15 +112,15 @@ inline void bulk_load(SharedPtr target, const void* source, int bytes, SharedPtr
 inline void tma_store(const TensorMap& map, SharedPtr source, int column, int row, int head, int entry) {
   const std::ptrdiff_t offset = host::box_offset(map, source);
   const host::BoxPlace place{column, row, head, entry};
-  host::start_store(offset, host::box_bytes(map), [=, &map](host::SharedMemory& memory) {
+  host::start_store(offset, host::box_bytes(map), [=, &map](const char* read) {
     host::visit_box(map, offset, place,
-                    [&](std::ptrdiff_t from, char* to, int64 bytes) { std::memcpy(to, memory.async(from), bytes); });
+                    [&](std::ptrdiff_t from, char* to, int64 bytes) { std::memcpy(to, read + (from - offset), bytes); });
   });
 }
 inline void bulk_add(float* target, SharedPtr source, int bytes) {
   const std::ptrdiff_t offset = host::shared_offset(source, bytes, 16);
-  host::start_store(offset, bytes, [=](host::SharedMemory& memory) {
-    for (int i = 0; i < bytes / 4; ++i) reduce_add(target + i, {read<float>(memory.async(offset + 4 * i))});
+  host::start_store(offset, bytes, [=](const char* sums) {
+    for (int i = 0; i < bytes / 4; ++i) reduce_add(target + i, {read<float>(sums + 4 * i)});
   });
 }
 inline void tma_store_commit() {
@@ -131,14 +130,21 @@ inline void tma_store_commit() {
 inline void tma_store_wait_read() {
   std::vector<host::PendingStore>& stores = host::Block::current->stores();
   const int thread = thread_id();
-  auto mine = [thread](const host::PendingStore& store) { return store.thread == thread && store.committed; };
-  if (std::none_of(stores.begin(), stores.end(), mine)) return;
+  auto unread = [thread](const host::PendingStore& store) {
+    return store.thread == thread && store.committed && !store.has_read;
+  };
+  if (std::none_of(stores.begin(), stores.end(), unread)) return;
   host::Block::current->wait_for_others("its copies to device memory");
-  for (const host::PendingStore& store : stores)
-    if (mine(store)) store.copy();
-  stores.erase(std::remove_if(stores.begin(), stores.end(), mine), stores.end());
+  for (host::PendingStore& store : stores) {
+    if (!unread(store)) continue;
+    store.read();
+    store.has_read = true;
+  }
 }
-inline void tma_store_wait() { tma_store_wait_read(); }
+inline void tma_store_wait() {
+  tma_store_wait_read();
+  host::Block::current->write_stores(thread_id());
+}
 
 inline void fence_async_proxy() { host::Block::current->memory().fence(thread_id()); }
 
