@@ -114,7 +114,8 @@ BACKWARD_SM90_PARAMS = np.dtype(
         *((name, TENSOR_MAP) for name in ("q", "k", "v", "dout", "dk", "dv")),
         ("attention", ATTENTION_PARAMS),
         ("row_statistics", _POINTER),
-        ("padding", f"V{64 - (ATTENTION_PARAMS.itemsize + 8) % 64}"),
+        ("row_intervals", _POINTER),
+        ("padding", f"V{64 - (ATTENTION_PARAMS.itemsize + 16) % 64}"),
     ]
 )
 

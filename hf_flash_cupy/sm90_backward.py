@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,10 @@ from .dispatch import kernel_config, kernel_name
 from .plans import Geometry, gradient_strides
 from .problem import AttentionProblem, DType, KernelConfig, Tile
 from .tensormap import TensorBox
+
+# What the main kernel is told of the keys that a row sees: all; those up to the diagonal, or a bound to its right;
+# those of an interval of its own, which windows to the left are as well.
+Visibility = Literal["full", "causal", "intervals"]
 
 ENABLED = False  # whether calls on a GPU take these kernels: not before they have been tested on one
 
@@ -58,8 +63,6 @@ def refusal(problem: AttentionProblem, geometry: Geometry) -> str:
     """Why the kernels do not serve a backward call, which those of mma.sync then do; "" where they do."""
     if why := refusal_of_problem(problem):
         return why
-    if 0 <= geometry.window[0] < geometry.seqlen_k - 1:
-        return "a window to the left"
     if not _SCALES[0] <= geometry.softmax_scale <= _SCALES[1]:
         return f"softmax_scale {geometry.softmax_scale}: {_SCALES[0]:.2g} to {_SCALES[1]:.2g} are served"
     if geometry.seqlen_q < MIN_ROWS:
@@ -76,7 +79,6 @@ def refusal_of_problem(problem: AttentionProblem) -> str:
         "FlashAttention-1": problem.algorithm != "fa2",
         "deterministic gradients": problem.deterministic,
         "packed sequences": problem.varlen,
-        "key intervals": problem.intervals,
         "mask": problem.mask,
         "bias": problem.bias != "none",
         "alibi_slopes": problem.alibi,
@@ -103,7 +105,15 @@ def select(problem: AttentionProblem, geometry: Geometry, arch: str = sm90.ARCH)
     """
     if refusal(problem, geometry):
         return None
-    return configs(problem.dtype, kernel_head_dim(problem), is_causal(geometry), arch)
+    visible = visibility(problem, geometry)
+    return configs(problem.dtype, kernel_head_dim(problem), visible, arch)
+
+
+def visibility(problem: AttentionProblem, geometry: Geometry) -> Visibility:
+    """What the main kernel needs to know of the keys that rows see."""
+    if problem.intervals or 0 <= geometry.window[0] < geometry.seqlen_k - 1:
+        return "intervals"
+    return "causal" if is_causal(geometry) else "full"
 
 
 def is_causal(geometry: Geometry) -> bool:
@@ -111,22 +121,24 @@ def is_causal(geometry: Geometry) -> bool:
     return 0 <= geometry.window[1] < geometry.seqlen_q - 1
 
 
-def configs(dtype: DType, head_dim: int, causal: bool, arch: str = sm90.ARCH) -> dict[str, KernelConfig]:
+def configs(dtype: DType, head_dim: int, visible: Visibility, arch: str = sm90.ARCH) -> dict[str, KernelConfig]:
     """The kernels of one backward pass in the order they run, by name; ``head_dim`` of HEAD_DIMS."""
     rows, tile_bytes = "fa2/backward_sm90_rows.cuh", BLOCK_M[head_dim] * head_dim * 2
-    kernels = {  # include, whether it knows of the mask, threads, shared memory
-        "prepare": ("fa2_backward_sm90_prepare", rows, False, 128, 0),
-        "main": ("fa2_backward_sm90", "fa2/backward_sm90.cuh", causal, 384, shared_bytes(head_dim)),
-        "finish": ("fa2_backward_sm90_finish", rows, False, 256, tile_bytes),
+    noted: Visibility = "intervals" if visible == "intervals" else "full"  # by prepare, for main
+    kernels: dict[str, tuple[str, str, Visibility, int, int]] = {  # include, visibility, threads, shared memory
+        "prepare": ("fa2_backward_sm90_prepare", rows, noted, 128, 0),
+        "main": ("fa2_backward_sm90", "fa2/backward_sm90.cuh", visible, 384, shared_bytes(head_dim)),
+        "finish": ("fa2_backward_sm90_finish", rows, "full", 256, tile_bytes),
     }
     return {part: _config(*numbers, dtype, head_dim, arch) for part, numbers in kernels.items()}
 
 
 def _config(
-    kernel: str, include: str, causal: bool, threads: int, shared: int, dtype: DType, head_dim: int, arch: str
+    kernel: str, include: str, visible: Visibility, threads: int, shared: int, dtype: DType, head_dim: int, arch: str
 ) -> KernelConfig:
     tile = Tile(BLOCK_M[head_dim], BLOCK_N, num_warps=threads // 32, stages=_ROW_SLOTS, min_blocks=1)
-    problem = AttentionProblem(dtype, head_dim, head_dim, 1, vector=True)
+    problem = AttentionProblem(dtype, head_dim, head_dim, 1, vector=True, intervals=visible == "intervals")
+    causal = visible == "causal"
     numbers = f"m{tile.block_m}_n{tile.block_n}" + "_causal" * causal
     sizes = (head_dim, head_dim)
     name = kernel_name(kernel, problem, numbers, arch, sizes)
@@ -145,8 +157,9 @@ def reachable_configs() -> Iterator[KernelConfig]:
     """Every configuration that :func:`select` can give, each once."""
     seen: set[str] = set()
     dtypes: tuple[DType, ...] = ("fp16", "bf16")
-    for dtype, head_dim, causal in itertools.product(dtypes, HEAD_DIMS, (False, True)):
-        for made in configs(dtype, head_dim, causal).values():
+    kinds: tuple[Visibility, ...] = ("full", "causal", "intervals")
+    for dtype, head_dim, visible in itertools.product(dtypes, HEAD_DIMS, kinds):
+        for made in configs(dtype, head_dim, visible).values():
             if made.name not in seen:
                 seen.add(made.name)
                 yield made
@@ -161,14 +174,19 @@ def workspaces(problem: AttentionProblem, geometry: Geometry) -> dict[str, int]:
     """Elements of 4 bytes that the kernels share, by their names in the plan's call."""
     head_dim = kernel_head_dim(problem)
     block_m = BLOCK_M[head_dim]
-    blocks = num_blocks(problem, geometry)[0] * geometry.num_heads * geometry.batch
-    return {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * statistics_bytes(block_m)[1] // 4}
+    m_blocks = num_blocks(problem, geometry)[0]
+    blocks = m_blocks * geometry.num_heads * geometry.batch
+    sizes = {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * statistics_bytes(block_m)[1] // 4}
+    if visibility(problem, geometry) == "intervals":
+        blocks = m_blocks * geometry.batch * (geometry.num_heads if geometry.interval_strides[1] else 1)
+        sizes |= {"row_block_keys": blocks * 4, "row_intervals": blocks * block_m * 2}
+    return sizes
 
 
 def heads_per_section(problem: AttentionProblem, geometry: Geometry) -> int:
     """(batch, key head) pairs whose key blocks run interleaved, longest first: as many as keep q, dout and dq's sums in
-    the L2 cache. 1 unless key blocks differ in length."""
-    if not is_causal(geometry):
+    the L2 cache. 1 unless key blocks differ in length, as causal ones do, and intervals may."""
+    if visibility(problem, geometry) == "full":
         return 1
     group = geometry.num_heads // geometry.num_heads_k
     one = group * geometry.seqlen_q * kernel_head_dim(problem) * (2 + 2 + 4)

@@ -15,6 +15,8 @@
 #pragma once
 
 #include "attn/gradient.cuh"
+#include "fa2/backward_sm90_blocks.cuh"
+#include "fa2/backward_sm90_hidden.cuh"
 #include "fa2/backward_sm90_traits.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
@@ -53,15 +55,20 @@ class BackwardConsumer {
     clear(dv_);
     share_zeros();
     mbarrier_wait(shared_.k_loaded(), 0);
-    mbarrier_wait(shared_.v_loaded(), 0);
-    await_q();
-    if constexpr (kBothEarly) await_dout();
-    for (int left = rows_.count(); left > 0; --left) step(left > 1);
-    finish_dq();
+    if (!Config::kIntervals || rows_.count() > 0) walk();  // the last row sees all keys, where only the diagonal hides any
     store();
   }
 
  private:
+  __device__ __forceinline__ void walk() {
+    mbarrier_wait(shared_.v_loaded(), 0);
+    if constexpr (Config::kIntervals) clear_keys();
+    await_q();
+    if constexpr (kBothEarly) await_dout();
+    for (int left = rows_.count(); left > 0; --left) step(left > 1);
+    finish_dq();
+  }
+
   __device__ __forceinline__ void step(bool more) {
     const int slot = row_slots_.slot();
     multiply_scores(slot);
@@ -98,6 +105,13 @@ class BackwardConsumer {
     release(shared_.q_released(slot));
   }
 
+  // A warpgroup looks at k, the other at v.
+  __device__ __forceinline__ void clear_keys() const {
+    const WorkTile keys = key_work_tile(params_, in_place(block_id()));
+    clear_hidden<Config>(warpgroup_ == 0 ? shared_.k() : shared_.v(), launch_, keys);
+    named_barrier_sync(1, Traits::kWarpgroups * kWarpgroupSize);
+  }
+
   // dS of the block before the first is zero, so that every step begins and ends alike.
   __device__ __forceinline__ void share_zeros() {
     const SharedPtr mine = shared_.base + (Traits::ds_offset(0) + warpgroup_ * TileDs::kPanelBytes);
@@ -113,6 +127,8 @@ class BackwardConsumer {
     const int slot = row_slots_.slot();
     if (arriving) mbarrier_wait(shared_.q_loaded(slot), row_slots_.parity());
     start_from(scores_[0], shared_.statistics(slot) + Statistics::kScoreStarts);
+    if constexpr (Config::kIntervals)
+      if (!rows_.whole()) hide_unseen(scores_[0], launch_.row_intervals + rows_.record() * (2 * Config::kBlockM), first_key_);
     const Chunk large = load_shared_chunk(shared_.statistics(slot) + Statistics::kLarge);
     large_ = warp_any((large.words[0] | large.words[1] | large.words[2] | large.words[3]) != 0);
   }
@@ -206,7 +222,7 @@ class BackwardConsumer {
 
   // Scores become probabilities: Algorithm 2, line 11.
   __device__ __forceinline__ void become_probabilities() {
-    hide_keys();
+    if constexpr (!Config::kIntervals) hide_keys();
     const float scale = params_.score_scale_log2;
     for_each_score(scores_, [scale](float s) { return exp2_fast<Element>(s * scale); });
   }
