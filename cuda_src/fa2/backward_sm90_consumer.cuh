@@ -239,7 +239,7 @@ class BackwardConsumer {
     for (int j = 0; j < kN; ++j)
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        const float maximum = parts[column_of(j, column)], log2_sum = parts[Config::kBlockM + column_of(j, column)];
+        const float maximum = parts[part_of(j, column)], log2_sum = parts[Config::kBlockM + part_of(j, column)];
 #pragma unroll
         for (int e = column; e < 4; e += 2) {
           float& score = scores_[0][j][e];
@@ -249,6 +249,11 @@ class BackwardConsumer {
         }
       }
     start_dp(slot);
+  }
+  // With kIntervals there are no registers that could keep all columns' offsets for this rare case.
+  __device__ __forceinline__ static int part_of(int j, int column) {
+    if constexpr (Config::kIntervals) return in_place(lane_id() % 4 * 2) + (8 * j + column);
+    return column_of(j, column);
   }
 
   // Keys beyond the end, whose lse-scaled zeros could be infinite, and those beyond the diagonal.
