@@ -30,6 +30,7 @@ class RowBlocks {
     count_ = group * (end_ - first_);
   }
   __device__ __forceinline__ int count() const { return count_; }
+  __device__ __forceinline__ int heads_before() const { return 0; }
   __device__ __forceinline__ int m_block() const { return m_block_; }
   __device__ __forceinline__ int64 place() const { return place_; }
   // Returns whether the next block is the first of another head.
@@ -68,9 +69,11 @@ class RowBlocks<Config, true> {
     if (one_for_all()) count_ *= group;
     left_ = count_;
     chunk_ = first_chunk_ - 1;
-    if (count_ > 0) find();
+    heads_before_ = count_ > 0 ? find() : 0;
   }
   __device__ __forceinline__ int count() const { return count_; }
+  // Heads of which no row sees any key, before the first that has a block.
+  __device__ __forceinline__ int heads_before() const { return heads_before_; }
   __device__ __forceinline__ int m_block() const { return chunk_ * kWarpSize + first_bit(blocks_.seen); }
   __device__ __forceinline__ int64 place() const { return first_of_head_ + m_block(); }
   // Of the block in RowBlockKeys' order.
@@ -88,7 +91,8 @@ class RowBlocks<Config, true> {
   __device__ __forceinline__ bool one_for_all() const { return params_.interval_head_stride == 0; }
   __device__ __forceinline__ int num_chunks() const { return ceil_div(params_.num_m_blocks, kWarpSize); }
   __device__ __forceinline__ SeenBlocks read(int first_record, int chunk) const {
-    return seen_blocks(params_.row_block_keys + first_record * int64(4), chunk, 0, params_.num_m_blocks - 1, first_key_, first_key_ + Config::kBlockN);
+    return seen_blocks(params_.row_block_keys + first_record * int64(4), chunk, 0, params_.num_m_blocks - 1, first_key_,
+                       first_key_ + Config::kBlockN);
   }
   // Goes on to the next chunk that has a block to visit, of this head or the next ones.
   __device__ __forceinline__ int find() {
@@ -107,10 +111,10 @@ class RowBlocks<Config, true> {
 
   const AttentionParams& params_;
   const int first_key_;
-  int first_record_;    // of the head's RowBlockKeys
-  int first_of_head_;   // place of its first row block
+  int first_record_;  // of the head's RowBlockKeys
+  int first_of_head_;  // place of its first row block
   int first_chunk_, last_chunk_, chunk_;  // of 32 row blocks: those of the walk, and where it is
-  int count_, left_;
+  int count_, left_, heads_before_;
   SeenBlocks blocks_{0, 0};  // of the chunk, without those that were visited
 };
 

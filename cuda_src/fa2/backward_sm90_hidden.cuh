@@ -18,7 +18,7 @@ template <int kN>
 __device__ __forceinline__ void hide_unseen(float (&scores)[kN][4], const int* pairs, int first_key) {
   const int thread = in_place(thread_id()) % kWarpgroupSize;  // here, rather than in registers of every step
   const int key = first_key + thread / kWarpSize * 16 + thread % kWarpSize / 4;  // row_of
-  pairs += thread % 4 * 4;                                                       // of column_of(0, 0) and the next
+  pairs += thread % 4 * 4;  // of column_of(0, 0) and the next
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
     const Chunk two = load_global_chunk(pairs + 16 * j);

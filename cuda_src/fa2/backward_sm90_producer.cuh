@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_rows_of_keys(const BackwardSm90Params& para
   const int first_key = keys.m_block * Config::kBlockN;
   if (acts<Config>()) load_panels(shared.k(), params.k, shared.k_loaded(), first_key, keys.head, keys.entry);
   RowBlocks<Config> rows(params.attention, keys);
-  int head = keys.head * (params.attention.num_heads / params.attention.num_heads_k);
+  int head = keys.head * (params.attention.num_heads / params.attention.num_heads_k) + rows.heads_before();
   Ring<BackwardSm90Traits<Config>::kRowSlots> ring;
   for (int i = 0; i < rows.count(); ++i) {
     const int slot = ring.slot(), first_row = rows.m_block() * Config::kBlockM;

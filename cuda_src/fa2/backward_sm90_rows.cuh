@@ -26,7 +26,8 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
   const int64 block = row_block_place(params, work.entry, work.head, work.m_block);
   if constexpr (Config::kIntervals) {
     // Rows that do not exist are not told: their scores start from -inf in any case.
-    int* pairs = launch.row_intervals + (RowBlockKeys::first<Config>(params, work.entry, work.head) + work.m_block) * (2 * Config::kBlockM);
+    const int64 record = RowBlockKeys::first<Config>(params, work.entry, work.head) + work.m_block;
+    int* pairs = launch.row_intervals + record * (2 * Config::kBlockM);
     note_keys<Config>(params, seqlen, work, [pairs](int row, KeyInterval seen) {
       pairs[2 * row] = seen.lo;
       pairs[2 * row + 1] = seen.hi;

@@ -22,7 +22,7 @@ struct BackwardSm90Params {
   TensorMap dv;
   AttentionParams attention;
   float* row_statistics;  // (batch, num_heads, row blocks, RowStatistics::kBytes), written by the prepare kernel
-  int* row_intervals;     // with kIntervals: (batch, heads or 1 for all, row blocks, kBlockM, 2), also by it: what each row sees
+  int* row_intervals;     // with kIntervals: (batch, heads or 1 for all, row blocks, kBlockM, 2), also by it: each row's keys
   uint8 padding[64 - (sizeof(AttentionParams) + 16) % 64];
 };
 

@@ -32,7 +32,8 @@ struct RowBlockKeys {
 // Notes the keys of this thread block's rows; each(row of the block, its keys) is told those of every row that exists. Thread blocks
 // of one set of intervals leave it to the first.
 template <typename Config, typename Each>
-__device__ __forceinline__ void note_keys(const AttentionParams& params, const SeqlenInfo& seqlen, const WorkTile& work, Each each) {
+__device__ __forceinline__ void note_keys(const AttentionParams& params, const SeqlenInfo& seqlen, const WorkTile& work,
+                                          Each each) {
   if (warp_id() != 0 || (params.interval_head_stride == 0 && work.head != 0)) return;
   const int* intervals =
       params.key_intervals + work.entry * params.interval_batch_stride + work.head * params.interval_head_stride;

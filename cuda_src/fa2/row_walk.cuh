@@ -96,8 +96,7 @@ class RowWalk {
 
   __device__ __forceinline__ Chunk read(int head, int number) const {
     const int* numbers = RowBlockKeys::address<Config>(params_, entry_, head);
-    return {head, number,
-            seen_blocks(numbers, number, first_block_, last_block_, first_key_, first_key_ + Config::kBlockN)};
+    return {head, number, seen_blocks(numbers, number, first_block_, last_block_, first_key_, first_key_ + Config::kBlockN)};
   }
 
   // Packed sequences and windows leave a key block few row blocks of many, and neighbours: the others are not even counted.
