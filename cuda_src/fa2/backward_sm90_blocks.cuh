@@ -7,6 +7,7 @@
 #include "common/params.cuh"
 #include "fa2/row_block_keys.cuh"
 #include "isa.cuh"
+#include "warpgroup.cuh"
 
 namespace hfc {
 
@@ -55,17 +56,18 @@ class RowBlocks<Config, true> {
     const int group = params.num_heads / params.num_heads_k, head = keys.head * group, heads = one_for_all() ? 1 : group;
     first_record_ = int(RowBlockKeys::first<Config>(params, keys.entry, head));
     first_of_head_ = row_block_place(params, keys.entry, head, 0);
-    count_ = 0;
-    first_chunk_ = num_chunks(), last_chunk_ = 0;
+    int seen = 0, first = num_chunks(), last = 0;  // of this lane: all loads are under way at once, before a warp's votes
     for (int i = 0; i < heads; ++i)
 #pragma unroll 4
-      for (int chunk = 0; chunk < num_chunks(); ++chunk) {
-        const uint32 seen = read(first_record_ + i * params.num_m_blocks, chunk).seen;
-        if (seen == 0) continue;
-        count_ += count_bits(seen);
-        first_chunk_ = min(first_chunk_, chunk);
-        last_chunk_ = max(last_chunk_, chunk);
+      for (int m_block = lane_id(); m_block < params.num_m_blocks; m_block += kWarpSize) {
+        const int* numbers = of_record(first_record_ + i * params.num_m_blocks + m_block);
+        if (!sees_some(numbers, first_key_, first_key_ + Config::kBlockN)) continue;
+        ++seen;
+        first = min(first, m_block / kWarpSize);
+        last = max(last, m_block / kWarpSize);
       }
+    count_ = warp_sum(seen);
+    first_chunk_ = for_warp(warp_min(first)), last_chunk_ = for_warp(-warp_min(-last));
     if (one_for_all()) count_ *= group;
     left_ = count_;
     chunk_ = first_chunk_ - 1;
@@ -90,9 +92,11 @@ class RowBlocks<Config, true> {
  private:
   __device__ __forceinline__ bool one_for_all() const { return params_.interval_head_stride == 0; }
   __device__ __forceinline__ int num_chunks() const { return ceil_div(params_.num_m_blocks, kWarpSize); }
+  // The same in all lanes, as the compiler does not see.
+  __device__ __forceinline__ static int for_warp(int value) { return int(broadcast(uint32(value), 0)); }
+  __device__ __forceinline__ const int* of_record(int record) const { return params_.row_block_keys + record * int64(4); }
   __device__ __forceinline__ SeenBlocks read(int first_record, int chunk) const {
-    return seen_blocks(params_.row_block_keys + first_record * int64(4), chunk, 0, params_.num_m_blocks - 1, first_key_,
-                       first_key_ + Config::kBlockN);
+    return seen_blocks(of_record(first_record), chunk, 0, params_.num_m_blocks - 1, first_key_, first_key_ + Config::kBlockN);
   }
   // Goes on to the next chunk that has a block to visit, of this head or the next ones.
   __device__ __forceinline__ int find() {

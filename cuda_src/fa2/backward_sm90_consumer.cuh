@@ -8,7 +8,7 @@
 //   wait for dP; dS = P (dP - delta)                dv += P dO
 //   share dS(i), once all have shared dS(i-1)
 //   wait for dq(i-1), stage it for the adder        dq(i-1), dk += dS Q
-//   statistics of i+1
+//   statistics of i+1; intervals of its rows
 //   wait for dk
 //
 // A product under way at the loop's end would have to be the only one, and be waited for first: the loop ends where there is none.

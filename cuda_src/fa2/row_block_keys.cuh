@@ -54,6 +54,11 @@ __device__ __forceinline__ void note_keys(const AttentionParams& params, const S
     for (int i = 0; i < 4; ++i) numbers[i] = all[i];
 }
 
+// Whether some row of the block whose RowBlockKeys these are sees some key of [first_key, end_key).
+__device__ __forceinline__ bool sees_some(const int* numbers, int first_key, int end_key) {
+  return max(numbers[0], first_key) < min(numbers[1], end_key);
+}
+
 // Of 32 row blocks, a bit each: those with a row that sees some key of a block, and those whose rows see all of them.
 struct SeenBlocks {
   uint32 seen, whole;
@@ -66,9 +71,9 @@ __device__ __forceinline__ SeenBlocks seen_blocks(const int* numbers, int number
   bool seen = false, whole = false;
   if (m_block >= first_block && m_block <= last_block) {
     const int* of_block = numbers + m_block * 4;
-    const RowBlockKeys keys{{of_block[0], of_block[1]}, {of_block[2], of_block[3]}};
-    seen = max(keys.some.lo, first_key) < min(keys.some.hi, end_key);
-    whole = keys.common.lo <= first_key && keys.common.hi >= end_key;
+    const KeyInterval common{of_block[2], of_block[3]};
+    seen = sees_some(of_block, first_key, end_key);
+    whole = common.lo <= first_key && common.hi >= end_key;
   }
   return {warp_ballot(seen), warp_ballot(whole)};
 }

@@ -89,7 +89,6 @@ inline uint32 warp_ballot(bool value) {
 }
 inline int first_bit(uint32 bits) { return __builtin_ctz(bits); }  // of at least one
 inline int leading_zeros(uint32 bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
-inline int count_bits(uint32 bits) { return __builtin_popcount(bits); }
 inline int warp_inclusive_sum(int value) {
   host::Block::current->warp_collective(&value, [](void** lanes) {
     for (int lane = 1; lane < kWarpSize; ++lane) *static_cast<int*>(lanes[lane]) += *static_cast<int*>(lanes[lane - 1]);

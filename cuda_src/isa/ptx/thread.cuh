@@ -44,7 +44,6 @@ __device__ __forceinline__ bool warp_any(bool value) { return __any_sync(~0u, va
 __device__ __forceinline__ uint32 warp_ballot(bool value) { return __ballot_sync(~0u, value); }  // bit i: lane i's
 __device__ __forceinline__ int first_bit(uint32 bits) { return __ffs(int(bits)) - 1; }
 __device__ __forceinline__ int leading_zeros(uint32 bits) { return __clz(int(bits)); }
-__device__ __forceinline__ int count_bits(uint32 bits) { return __popc(bits); }
 
 // The four lanes of a quad share the rows of an accumulator.
 template <int kCount>
