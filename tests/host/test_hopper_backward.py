@@ -21,7 +21,7 @@ from hopper_gradients import (
     visibilities,
 )
 
-from hf_flash_cupy import flash_attention
+from hf_flash_cupy import flash_attention, sm90_backward
 from hf_flash_cupy.launch import record_launches
 
 BF16, FP16 = HALVES
@@ -171,7 +171,7 @@ def test_nothing_is_seen(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_row_blocks(head_dim: int) -> None:
     """More than a warp reads about at once, of one list and of one a head."""
-    rows = 33 * 128 + 50
+    rows = 33 * sm90_backward.BLOCK_M[head_dim] + 50
     q, k, v = qkv(1, rows, rows, 2, head_dim, dtype=BF16, device=CPU, num_heads_k=1)
     both = torch.stack([packed([1000, rows - 1200, 200], CPU), torch.tensor([0, 40]).expand(rows, 2)])
     both[0, 1000:-200, 0] = torch.arange(1000, rows - 200) // 100 * 100  # short ones
