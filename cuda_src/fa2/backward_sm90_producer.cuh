@@ -46,6 +46,7 @@ __device__ __forceinline__ void load_rows_of_keys(const BackwardSm90Params& para
     }
     ring.advance();
     head += rows.advance();
+    if constexpr (Config::kIntervals) sync_warp();  // no lane may wait for a phase that is long over
   }
 }
 
@@ -72,6 +73,7 @@ __device__ __forceinline__ void add_dq(const BackwardSm90Params& params, Backwar
       rows.advance();
     }
     if (acts<Config>()) mbarrier_arrive(shared.dq_read(warpgroup));
+    if constexpr (Config::kIntervals) sync_warp();
   }
   tma_store_wait();
 }

@@ -189,6 +189,27 @@ def hopper(device: str) -> None:
         assert "fa2_forward_sm90" in {record.kernel for record in records}
 
 
+def hopper_gradients(device: str) -> None:
+    """The Hopper backward, the same way: plain, windows, and intervals from nowhere."""
+    if device == "cpu":
+        os.environ["HF_FLASH_CUPY_ARCH"] = "90a"
+    low, high = -(2**31), 2**31 - 1
+    ends = torch.tensor([(low, high), (high, low), (3, 70), (low, 40), (65, high)], dtype=torch.int32).to(device)
+    with record_launches() as records:
+        for seqlen_q, seqlen_k in ((64, 70), (201, 133)):
+            given = [x.requires_grad_() for x in tensors(device, BF16, 64, 64, seqlen_q, seqlen_k)]
+            rows = torch.arange(seqlen_q).to(device)
+            per_head = torch.stack([ends[(rows + head) % 5] for head in range(given[0].shape[2])])
+            intervals = ({"key_intervals": ends[rows // 50]}, {"key_intervals": per_head, "causal": True})
+            for options in ({"causal": True}, {"window_size": (5, 3)}, *intervals):
+                got = torch.autograd.grad(flash_attention(*given, **options).sum(), given)
+                truth = torch.autograd.grad(attention_reference(*given, **options)[0].sum(), given)
+                for mine, exact in zip(got, truth, strict=True):
+                    torch.testing.assert_close(mine.double(), exact.double(), rtol=0.05, atol=0.2)
+    if device == "cpu":
+        assert "fa2_backward_sm90" in {record.kernel for record in records}
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "bf16-decode": lambda device: decode(device, BF16, 32, 32),
     "bf16-vector": lambda device: plain(device, BF16, 24, 24),
@@ -225,6 +246,7 @@ MORE_CASES: dict[str, Callable[[str], None]] = {
     "fp32-decode": lambda device: decode(device, FP32, 64, 32),
     "fp32-chunks": lambda device: plain(device, FP32, 259, 301),
     "bf16-hopper": hopper,
+    "bf16-hopper-gradients": hopper_gradients,
 }
 
 
