@@ -62,7 +62,7 @@ class BackwardConsumer {
  private:
   __device__ __forceinline__ void walk() {
     mbarrier_wait(shared_.v_loaded(), 0);
-    if constexpr (Config::kIntervals) clear_keys();
+    if constexpr (Config::kIntervals) clear_hidden_keys<Config>(launch_, shared_, warpgroup_);
     await_q();
     if constexpr (kBothEarly) await_dout();
     for (int left = rows_.count(); left > 0; --left) step(left > 1);
@@ -103,13 +103,6 @@ class BackwardConsumer {
     hold_registers(dk_[0]);
     hold_registers(ds);
     release(shared_.q_released(slot));
-  }
-
-  // A warpgroup looks at k, the other at v.
-  __device__ __forceinline__ void clear_keys() const {
-    const WorkTile keys = key_work_tile(params_, in_place(block_id()));
-    clear_hidden<Config>(warpgroup_ == 0 ? shared_.k() : shared_.v(), launch_, keys);
-    named_barrier_sync(1, Traits::kWarpgroups * kWarpgroupSize);
   }
 
   // dS of the block before the first is zero, so that every step begins and ends alike.

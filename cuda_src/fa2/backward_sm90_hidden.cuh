@@ -7,6 +7,7 @@
 #include "fa2/row_block_keys.cuh"
 #include "isa.cuh"
 #include "tile/finite.cuh"
+#include "warpgroup.cuh"
 
 namespace hfc {
 
@@ -46,8 +47,7 @@ __device__ __forceinline__ bool any_row_sees(const BackwardSm90Params& launch, c
   return warp_any(any);
 }
 
-// What keys hold that no row sees becomes 0 where it is not finite, or so large that a product might not be: neither a score that
-// starts from -inf nor a factor of 0 removes that. A warpgroup calls, a thread a key of the tile.
+// A warpgroup calls, a thread a key of the tile.
 template <typename Config, typename Tile>
 __device__ __forceinline__ void clear_hidden(Tile tile, const BackwardSm90Params& launch, const WorkTile& keys) {
   static_assert(Tile::kRows == kWarpgroupSize);
@@ -59,6 +59,16 @@ __device__ __forceinline__ void clear_hidden(Tile tile, const BackwardSm90Params
     if (!any_row_sees<Config>(launch, keys, keys.m_block * Config::kBlockN + suspect)) clear_row(tile, suspect);
   }
   fence_async_proxy();
+}
+
+// What k and v hold for keys that no row sees becomes 0 where it is not finite, or so large that a product might not be: neither a
+// score that starts from -inf nor a factor of 0 removes that. One of the warpgroups looks at k, the other at v.
+template <typename Config>
+__device__ __forceinline__ void clear_hidden_keys(const BackwardSm90Params& launch, const BackwardSm90Traits<Config>& shared,
+                                                  int warpgroup) {
+  const WorkTile keys = key_work_tile(launch.attention, in_place(block_id()));
+  clear_hidden<Config>(warpgroup == 0 ? shared.k() : shared.v(), launch, keys);
+  named_barrier_sync(1, shared.kWarpgroups * kWarpgroupSize);
 }
 
 }  // namespace hfc
