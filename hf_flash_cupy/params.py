@@ -115,7 +115,8 @@ BACKWARD_SM90_PARAMS = np.dtype(
         ("attention", ATTENTION_PARAMS),
         ("row_statistics", _POINTER),
         ("dq_turns", _POINTER),
-        ("padding", f"V{64 - (ATTENTION_PARAMS.itemsize + 16) % 64}"),
+        ("row_intervals", _POINTER),
+        ("padding", f"V{64 - (ATTENTION_PARAMS.itemsize + 24) % 64}"),
     ]
 )
 

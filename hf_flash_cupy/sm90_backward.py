@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,10 @@ from .dispatch import kernel_config, kernel_name
 from .plans import Geometry, gradient_strides
 from .problem import AttentionProblem, DType, KernelConfig, Tile
 from .tensormap import TensorBox
+
+# What the main kernel is told of the keys that a row sees: all; those up to the diagonal, or a bound to its right;
+# those of an interval of its own, which windows to the left are as well.
+Visibility = Literal["full", "causal", "intervals"]
 
 HEAD_DIMS = (64, 128)  # of the kernels. Any other is padded with zeros up to the next, by the copy engine.
 MIN_HEAD_DIM = 48  # below, more of a tile would be padding than not
@@ -57,14 +62,14 @@ def refusal(problem: AttentionProblem, geometry: Geometry) -> str:
     """Why the kernels do not serve a backward call, which those of mma.sync then do; "" where they do."""
     if why := refusal_of_problem(problem):
         return why
-    if 0 <= geometry.window[0] < geometry.seqlen_k - 1:
-        return "a window to the left"
     if not _SCALES[0] <= geometry.softmax_scale <= _SCALES[1]:
         return f"softmax_scale {geometry.softmax_scale}: {_SCALES[0]:.2g} to {_SCALES[1]:.2g} are served"
     if geometry.seqlen_q < MIN_ROWS:
         return f"fewer than {MIN_ROWS} rows"
     if geometry.seqlen_k == 0:
         return "no keys"
+    if problem.deterministic and visibility(problem, geometry) == "intervals":
+        return "deterministic gradients with key intervals or a window to the left"
     encodable = all(box.is_encodable for box in boxes(problem, geometry).values())
     return "" if encodable else "tensors whose rows do not start on 16 bytes, or are broadcast"
 
@@ -74,7 +79,6 @@ def refusal_of_problem(problem: AttentionProblem) -> str:
     features = {
         "FlashAttention-1": problem.algorithm != "fa2",
         "packed sequences": problem.varlen,
-        "key intervals": problem.intervals,
         "mask": problem.mask,
         "bias": problem.bias != "none",
         "alibi_slopes": problem.alibi,
@@ -101,7 +105,15 @@ def select(problem: AttentionProblem, geometry: Geometry, arch: str = sm90.ARCH)
     """
     if refusal(problem, geometry):
         return None
-    return configs(problem.dtype, kernel_head_dim(problem), is_causal(geometry), problem.deterministic, arch)
+    visible = visibility(problem, geometry)
+    return configs(problem.dtype, kernel_head_dim(problem), visible, problem.deterministic, arch)
+
+
+def visibility(problem: AttentionProblem, geometry: Geometry) -> Visibility:
+    """What the main kernel needs to know of the keys that rows see."""
+    if problem.intervals or 0 <= geometry.window[0] < geometry.seqlen_k - 1:
+        return "intervals"
+    return "causal" if is_causal(geometry) else "full"
 
 
 def is_causal(geometry: Geometry) -> bool:
@@ -110,14 +122,17 @@ def is_causal(geometry: Geometry) -> bool:
 
 
 def configs(
-    dtype: DType, head_dim: int, causal: bool, deterministic: bool = False, arch: str = sm90.ARCH
+    dtype: DType, head_dim: int, visible: Visibility, deterministic: bool = False, arch: str = sm90.ARCH
 ) -> dict[str, KernelConfig]:
     """The kernels of one backward pass in the order they run, by name; ``head_dim`` of HEAD_DIMS."""
     rows, tile_bytes = "fa2/backward_sm90_rows.cuh", BLOCK_M[head_dim] * head_dim * 2
-    kernels = {  # include, whether it knows of the mask and of the order of dq's parts, threads, shared memory
-        "prepare": ("fa2_backward_sm90_prepare", rows, False, deterministic, 128, 0),
-        "main": ("fa2_backward_sm90", "fa2/backward_sm90.cuh", causal, deterministic, 384, shared_bytes(head_dim)),
-        "finish": ("fa2_backward_sm90_finish", rows, False, False, 256, tile_bytes),
+    noted: Visibility = "intervals" if visible == "intervals" else "full"  # by prepare, for main
+    main = "fa2/backward_sm90.cuh"
+    kernels: dict[str, tuple[str, str, Visibility, bool, int, int]] = {
+        # include, visibility, whether it knows of the order of dq's parts, threads, shared memory
+        "prepare": ("fa2_backward_sm90_prepare", rows, noted, deterministic, 128, 0),
+        "main": ("fa2_backward_sm90", main, visible, deterministic, 384, shared_bytes(head_dim)),
+        "finish": ("fa2_backward_sm90_finish", rows, "full", False, 256, tile_bytes),
     }
     return {part: _config(*numbers, dtype, head_dim, arch) for part, numbers in kernels.items()}
 
@@ -125,7 +140,7 @@ def configs(
 def _config(
     kernel: str,
     include: str,
-    causal: bool,
+    visible: Visibility,
     deterministic: bool,
     threads: int,
     shared: int,
@@ -134,7 +149,8 @@ def _config(
     arch: str,
 ) -> KernelConfig:
     tile = Tile(BLOCK_M[head_dim], BLOCK_N, num_warps=threads // 32, stages=_ROW_SLOTS, min_blocks=1)
-    problem = AttentionProblem(dtype, head_dim, head_dim, 1, vector=True)
+    problem = AttentionProblem(dtype, head_dim, head_dim, 1, vector=True, intervals=visible == "intervals")
+    causal = visible == "causal"
     numbers = f"m{tile.block_m}_n{tile.block_n}" + "_causal" * causal + "_deterministic" * deterministic
     sizes = (head_dim, head_dim)
     name = kernel_name(kernel, problem, numbers, arch, sizes)
@@ -154,9 +170,12 @@ def reachable_configs() -> Iterator[KernelConfig]:
     """Every configuration that :func:`select` can give, each once."""
     seen: set[str] = set()
     dtypes: tuple[DType, ...] = ("fp16", "bf16")
-    either = (False, True)
-    for dtype, head_dim, causal, deterministic in itertools.product(dtypes, HEAD_DIMS, either, either):
-        for made in configs(dtype, head_dim, causal, deterministic).values():
+    kinds: tuple[tuple[Visibility, bool], ...] = (
+        *itertools.product(("full", "causal"), (False, True)),  # type: ignore[arg-type]
+        ("intervals", False),
+    )
+    for dtype, head_dim, (visible, deterministic) in itertools.product(dtypes, HEAD_DIMS, kinds):
+        for made in configs(dtype, head_dim, visible, deterministic).values():
             if made.name not in seen:
                 seen.add(made.name)
                 yield made
@@ -171,17 +190,23 @@ def workspaces(problem: AttentionProblem, geometry: Geometry) -> dict[str, int]:
     """Elements of 4 bytes that the kernels share, by their names in the plan's call."""
     head_dim = kernel_head_dim(problem)
     block_m = BLOCK_M[head_dim]
-    blocks = num_blocks(problem, geometry)[0] * geometry.num_heads * geometry.batch
+    m_blocks = num_blocks(problem, geometry)[0]
+    blocks = m_blocks * geometry.num_heads * geometry.batch
     sizes = {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * statistics_bytes(block_m)[1] // 4}
-    return sizes | {"dq_turns": 2 * blocks} if problem.deterministic else sizes
+    if problem.deterministic:
+        sizes |= {"dq_turns": 2 * blocks}
+    if visibility(problem, geometry) == "intervals":
+        blocks = m_blocks * geometry.batch * (geometry.num_heads if geometry.interval_strides[1] else 1)
+        sizes |= {"row_block_keys": blocks * 4, "row_intervals": blocks * block_m * 2}
+    return sizes
 
 
 def heads_per_section(problem: AttentionProblem, geometry: Geometry) -> int:
     """(batch, key head) pairs whose key blocks run interleaved, longest first: as many as keep q, dout and dq's sums in
-    the L2 cache. 1 unless key blocks differ in length, or wait for each other: cuda_src/fa2/backward_sm90_order.cuh has
-    the argument for what deterministic gradients take."""
+    the L2 cache. 1 unless key blocks differ in length, as causal ones do, and intervals may, or wait for each other:
+    cuda_src/fa2/backward_sm90_order.cuh has the argument for what deterministic gradients take."""
     causal, ordered = is_causal(geometry), problem.deterministic
-    if not causal and not ordered:
+    if visibility(problem, geometry) == "full" and not ordered:
         return 1
     group = geometry.num_heads // geometry.num_heads_k
     one = group * geometry.seqlen_q * kernel_head_dim(problem) * (2 + 2 + 4)

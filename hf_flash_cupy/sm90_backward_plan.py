@@ -18,7 +18,7 @@ assert _FIELDS is not None
 _MAPS = {name: _FIELDS[name][1] // 8 for name in ("q", "k", "v", "dout", "dk", "dv")}  # in 8-byte words
 _ATTENTION = _FIELDS["attention"][1] // 8
 _WORDS = {name: _ATTENTION + word for name, word in ATTENTION_WORDS.items()}
-_WORDS |= {name: _FIELDS[name][1] // 8 for name in ("row_statistics", "dq_turns")}
+_WORDS |= {name: _FIELDS[name][1] // 8 for name in ("row_statistics", "dq_turns", "row_intervals")}
 
 
 class BackwardSm90Plan:

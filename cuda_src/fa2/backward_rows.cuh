@@ -7,34 +7,12 @@
 #include "attn/tile_scheduler.cuh"
 #include "common/params.cuh"
 #include "fa2/dq_accum.cuh"
-#include "fa2/row_walk.cuh"
+#include "fa2/row_block_keys.cuh"
 #include "tile/copy.cuh"
 #include "tile/gemm.cuh"
 #include "tile/shared_tile.cuh"
 
 namespace hfc {
-
-// For the walks over row blocks: the keys that the rows of this block see. Thread blocks of one set of intervals leave it to the first.
-template <typename Config>
-__device__ __forceinline__ void note_keys(const AttentionParams& params, const SeqlenInfo& seqlen, const WorkTile& work) {
-  if (warp_id() != 0 || (params.interval_head_stride == 0 && work.head != 0)) return;
-  const int* intervals =
-      params.key_intervals + work.entry * params.interval_batch_stride + work.head * params.interval_head_stride;
-  KeyInterval some{0x7fffffff, 0}, common{0, 0x7fffffff};
-  for (int i = lane_id(); i < Config::kBlockM; i += kWarpSize) {
-    const int row = work.m_block * Config::kBlockM + i;
-    if (row >= seqlen.seqlen_q) continue;
-    const KeyInterval keys = row_interval(params, seqlen, intervals, row);
-    common = {max(common.lo, keys.lo), min(common.hi, keys.hi)};
-    if (keys.lo < keys.hi) some = {min(some.lo, keys.lo), max(some.hi, keys.hi)};
-  }
-  some = {warp_min(some.lo), -warp_min(-some.hi)};
-  common = {-warp_min(-common.lo), warp_min(common.hi)};
-  int* numbers = RowBlockKeys::address<Config>(params, work.entry, work.head) + work.m_block * 4;
-  const int all[4] = {some.lo, some.hi, common.lo, common.hi};
-  if (lane_id() == 0)
-    for (int i = 0; i < 4; ++i) numbers[i] = all[i];
-}
 
 // Algorithm 2, line 4: delta = rowsum(dout * out), less the gradient that lse itself has; and dq's sums start at 0.
 template <typename Config>
@@ -47,7 +25,7 @@ __device__ __forceinline__ void fa2_backward_prepare(const AttentionParams& para
   if constexpr (Config::kAccumulateDq)
     for (int chunk = 0; chunk < Config::kChunks; ++chunk)
       DqTile<Config>(params, seqlen, work.m_block, work.head, work.entry, chunk).clear();
-  if constexpr (Config::kIntervals) note_keys<Config>(params, seqlen, work);
+  if constexpr (Config::kIntervals) note_keys<Config>(params, seqlen, work, [](int, KeyInterval) {});
   const int first_row = work.m_block * Config::kBlockM;
   const int64 first = seqlen.first_q + first_row;
   const Element* dout = seqlen.template rows<Element>(params.dout, first, work.head);

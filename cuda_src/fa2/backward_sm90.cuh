@@ -32,7 +32,7 @@ __device__ __forceinline__ void fa2_backward_sm90(const BackwardSm90Params& para
   if (warpgroup == 0) {
     decrease_registers<Config::kLoadRegisters>();
     const int warp = warp_id();
-    if (lane_id() != 0) return;
+    if (!Config::kIntervals && lane_id() != 0) return;
     if (warp == 0) load_rows_of_keys<Config>(params, shared, keys);
     if (warp == 1 || warp == 2) add_dq<Config>(params, shared, keys, warp - 1);
   } else {

@@ -8,13 +8,15 @@
 //   wait for dP; dS = P (dP - delta)                dv += P dO
 //   share dS(i), once all have shared dS(i-1)
 //   wait for dq(i-1), stage it for the adder        dq(i-1), dk += dS Q
-//   statistics of i+1
+//   statistics of i+1; intervals of its rows
 //   wait for dk
 //
 // A product under way at the loop's end would have to be the only one, and be waited for first: the loop ends where there is none.
 #pragma once
 
 #include "attn/gradient.cuh"
+#include "fa2/backward_sm90_blocks.cuh"
+#include "fa2/backward_sm90_hidden.cuh"
 #include "fa2/backward_sm90_traits.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
@@ -53,15 +55,20 @@ class BackwardConsumer {
     clear(dv_);
     share_zeros();
     mbarrier_wait(shared_.k_loaded(), 0);
-    mbarrier_wait(shared_.v_loaded(), 0);
-    await_q();
-    if constexpr (kBothEarly) await_dout();
-    for (int left = rows_.count(); left > 0; --left) step(left > 1);
-    finish_dq();
+    if (!Config::kIntervals || rows_.count() > 0) walk();  // the last row sees all keys, where only the diagonal hides any
     store();
   }
 
  private:
+  __device__ __forceinline__ void walk() {
+    mbarrier_wait(shared_.v_loaded(), 0);
+    if constexpr (Config::kIntervals) clear_hidden_keys<Config>(launch_, shared_, warpgroup_);
+    await_q();
+    if constexpr (kBothEarly) await_dout();
+    for (int left = rows_.count(); left > 0; --left) step(left > 1);
+    finish_dq();
+  }
+
   __device__ __forceinline__ void step(bool more) {
     const int slot = row_slots_.slot();
     multiply_scores(slot);
@@ -113,6 +120,8 @@ class BackwardConsumer {
     const int slot = row_slots_.slot();
     if (arriving) mbarrier_wait(shared_.q_loaded(slot), row_slots_.parity());
     start_from(scores_[0], shared_.statistics(slot) + Statistics::kScoreStarts);
+    if constexpr (Config::kIntervals)
+      if (!rows_.whole()) hide_unseen(scores_[0], launch_.row_intervals + rows_.record() * (2 * Config::kBlockM), first_key_);
     const Chunk large = load_shared_chunk(shared_.statistics(slot) + Statistics::kLarge);
     large_ = warp_any((large.words[0] | large.words[1] | large.words[2] | large.words[3]) != 0);
   }
@@ -206,7 +215,7 @@ class BackwardConsumer {
 
   // Scores become probabilities: Algorithm 2, line 11.
   __device__ __forceinline__ void become_probabilities() {
-    hide_keys();
+    if constexpr (!Config::kIntervals) hide_keys();
     const float scale = params_.score_scale_log2;
     for_each_score(scores_, [scale](float s) { return exp2_fast<Element>(s * scale); });
   }
@@ -223,7 +232,7 @@ class BackwardConsumer {
     for (int j = 0; j < kN; ++j)
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        const float maximum = parts[column_of(j, column)], log2_sum = parts[Config::kBlockM + column_of(j, column)];
+        const float maximum = parts[part_of(j, column)], log2_sum = parts[Config::kBlockM + part_of(j, column)];
 #pragma unroll
         for (int e = column; e < 4; e += 2) {
           float& score = scores_[0][j][e];
@@ -233,6 +242,11 @@ class BackwardConsumer {
         }
       }
     start_dp(slot);
+  }
+  // With kIntervals there are no registers that could keep all columns' offsets for this rare case.
+  __device__ __forceinline__ static int part_of(int j, int column) {
+    if constexpr (Config::kIntervals) return in_place(lane_id() % 4 * 2) + (8 * j + column);
+    return column_of(j, column);
   }
 
   // Keys beyond the end, whose lse-scaled zeros could be infinite, and those beyond the diagonal.

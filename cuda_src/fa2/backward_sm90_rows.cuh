@@ -4,13 +4,15 @@
 #include "attn/delta.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/tile_scheduler.cuh"
+#include "fa2/backward_sm90_blocks.cuh"
 #include "fa2/backward_sm90_traits.cuh"
+#include "fa2/row_block_keys.cuh"
 #include "tile/copy.cuh"
 
 namespace hfc {
 
 // Algorithm 2, lines 3 and 4: dq's sums start at 0; delta = rowsum(dout * out), less the gradient that lse itself has. And what the
-// products of the row block start from.
+// products of the row block start from; with kIntervals, the keys that its rows see.
 template <typename Config>
 __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Params& launch) {
   using Element = typename Config::Element;
@@ -21,7 +23,16 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
   const WorkTile work = row_work_tile<Config>(params);
   if (work.m_block < 0) return;
   const SeqlenInfo seqlen(params, work.entry);
-  const int64 block = RowBlocks<Config>::place(params, work.entry, work.head, work.m_block);
+  const int64 block = row_block_place(params, work.entry, work.head, work.m_block);
+  if constexpr (Config::kIntervals) {
+    // Rows that do not exist are not told: their scores start from -inf in any case.
+    const int64 record = RowBlockKeys::first<Config>(params, work.entry, work.head) + work.m_block;
+    int* pairs = launch.row_intervals + record * (2 * Config::kBlockM);
+    note_keys<Config>(params, seqlen, work, [pairs](int row, KeyInterval seen) {
+      pairs[2 * row] = seen.lo;
+      pairs[2 * row + 1] = seen.hi;
+    });
+  }
   float* sums = params.dq_accum + block * (Config::kBlockM * Config::kHeadDim);
   for (int i = thread_id() * 4; i < Config::kBlockM * Config::kHeadDim; i += Config::kNumWarps * kWarpSize * 4)
     store_global_chunk(sums + i, Chunk{});
@@ -74,7 +85,7 @@ __device__ __forceinline__ void fa2_backward_sm90_finish(const BackwardSm90Param
   const WorkTile work = row_work_tile<Config>(params);
   if (work.m_block < 0) return;
   const TileQ tile{shared_base()};
-  const int64 block = RowBlocks<Config>::place(params, work.entry, work.head, work.m_block);
+  const int64 block = row_block_place(params, work.entry, work.head, work.m_block);
   const int warpgroup = warpgroup_id(), warp = warp_id() % 4;
   const float* sums =
       params.dq_accum + (block * Traits::kWarpgroups + warpgroup) * (Traits::kDqBytes / 4) + thread_id() % kWarpgroupSize * 4;

@@ -1,4 +1,4 @@
-// What the warpgroups of the Hopper backward share: parameters, shared memory, the events they wait for, and the rows they walk.
+// What the warpgroups of the Hopper backward share: parameters, shared memory, and the events they wait for.
 #pragma once
 
 #include "common/math.cuh"
@@ -23,8 +23,9 @@ struct BackwardSm90Params {
   TensorMap dv;
   AttentionParams attention;
   float* row_statistics;  // (batch, num_heads, row blocks, RowStatistics::kBytes), written by the prepare kernel
-  int* dq_turns;  // (batch, num_heads, row blocks, kWarpgroups), of deterministic gradients: the key block that adds next
-  uint8 padding[64 - (sizeof(AttentionParams) + 16) % 64];
+  int* dq_turns;       // (batch, num_heads, row blocks, kWarpgroups), of deterministic gradients: the key block that adds next
+  int* row_intervals;  // with kIntervals: (batch, heads or 1 for all, row blocks, kBlockM, 2), by prepare: each row's keys
+  uint8 padding[64 - (sizeof(AttentionParams) + 24) % 64];
 };
 
 constexpr int kUnitKeys = 64;  // keys of a warpgroup
@@ -159,59 +160,6 @@ struct BackwardSm90Traits {
 
  private:
   __device__ __forceinline__ SharedPtr barrier(int index) const { return base + (kBarriers + 8 * index); }
-};
-
-// The row blocks that see a block of keys, of one query head after the other: those that share the head of keys. Upwards from the
-// diagonal, so that neighbouring key blocks do not add to the same rows of dq at once; or downwards, see longest_first().
-template <typename Config>
-class RowBlocks {
- public:
-  __device__ __forceinline__ RowBlocks(const AttentionParams& params, const WorkTile& keys) : end_(params.num_m_blocks) {
-    const int group = params.num_heads / params.num_heads_k;
-    if constexpr (Config::kCausal) {
-      const int diagonal = params.seqlen_k - params.seqlen_q + params.window_right;  // row i sees keys up to i + diagonal
-      first_ = max(keys.m_block * Config::kBlockN - diagonal, 0) / Config::kBlockM;  // the last row sees every key
-    }
-    m_block_ = first_;
-    place_ = place(params, keys.entry, keys.head * group, first_);
-    count_ = group * (end_ - first_);
-    if constexpr (Config::kDeterministic) {
-      direction_.downwards = longest_first<Config>(params, keys.entry, keys.head);
-      if (direction_.downwards) {
-        m_block_ = end_ - 1;
-        place_ += m_block_ - first_;
-      }
-    }
-  }
-  __device__ __forceinline__ int count() const { return count_; }
-  __device__ __forceinline__ int m_block() const { return m_block_; }
-  __device__ __forceinline__ int64 place() const { return place_; }
-  // Returns whether the next block is the first of another head.
-  __device__ __forceinline__ bool advance() {
-    if (direction_.downwards) return retreat();
-    ++place_;
-    if (++m_block_ < end_) return false;
-    m_block_ = first_;
-    place_ += first_;
-    return true;
-  }
-
-  // A block's number among all of the launch.
-  __device__ __forceinline__ static int place(const AttentionParams& params, int entry, int head, int m_block) {
-    return (entry * params.num_heads + head) * params.num_m_blocks + m_block;
-  }
-
- private:
-  __device__ __forceinline__ bool retreat() {
-    --place_;
-    if (--m_block_ >= first_) return false;
-    m_block_ = end_ - 1;
-    place_ += 2 * end_ - first_;
-    return true;
-  }
-
-  int end_, first_ = 0, m_block_, place_, count_;
-  RowDirection<Config::kDeterministic> direction_;
 };
 
 }  // namespace hfc

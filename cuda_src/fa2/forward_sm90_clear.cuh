@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fa2/forward_sm90_record.cuh"
+#include "tile/finite.cuh"
 #include "warpgroup.cuh"
 
 namespace hfc {
@@ -53,29 +54,6 @@ class TileView {
   const uint8* mask_ = nullptr;
 };
 
-// Bit 15 of either half is set where that element is NaN or infinite: adding 1 to the exponent's last bit carries out of it.
-template <typename Element>
-__device__ __forceinline__ uint32 not_finite(uint32 pair) {
-  constexpr uint32 kExponents = is_same<Element, bf16>::value ? 0x7f807f80u : 0x7c007c00u;
-  constexpr uint32 kOnes = is_same<Element, bf16>::value ? 0x00800080u : 0x04000400u;
-  return ((pair & kExponents) + kOnes) & 0x80008000u;
-}
-
-// Whether the row of a panel tile holds such an element. The lanes of a warp ask for neighbouring rows.
-template <typename Element, typename Tile>
-__device__ __forceinline__ bool row_not_finite(Tile tile, int row) {
-  uint32 found = 0;
-#pragma unroll
-  for (int panel = 0; panel < Tile::kPanels; ++panel)
-#pragma unroll 2
-    for (int chunk = 0; chunk < 8; ++chunk) {  // lane by lane another bank
-      const Chunk c = load_shared_chunk(tile.base + panel * Tile::kPanelBytes + row * kPanelRowBytes + (chunk ^ row % 8) * 16);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) found |= not_finite<Element>(c.words[i]);
-    }
-  return found != 0;
-}
-
 // A block's values from key `first_key` on that no row sees and that are not finite become 0.
 template <typename Config, typename Tile>
 __device__ __forceinline__ void clear_hidden(Tile tile, const TileView<Config>& view, int first_key) {
@@ -83,14 +61,11 @@ __device__ __forceinline__ void clear_hidden(Tile tile, const TileView<Config>& 
 #pragma unroll 1
   for (int first = 0; first < Tile::kRows; first += kWarpSize) {
     const int row = first + lane_id();
-    const bool suspicious = row < Tile::kRows && row_not_finite<typename Config::Element>(tile, row);
+    const bool suspicious = row < Tile::kRows && row_reaches<typename Config::Element, 1>(tile, row);
     for (uint32 rows = warp_ballot(suspicious); rows != 0; rows &= rows - 1) {
       const int suspect = first + first_bit(rows);
       if (view.any_sees(first_key + suspect)) continue;
-      sync_warp();  // its lane has read the row
-#pragma unroll
-      for (int panel = 0; panel < Tile::kPanels; ++panel)
-        store_shared(tile.base + panel * Tile::kPanelBytes + suspect * kPanelRowBytes + lane_id() * 4, 0u);
+      clear_row(tile, suspect);
       cleared = true;
     }
   }

@@ -7,6 +7,7 @@
 #include "attn/seqlen.cuh"
 #include "attn/tile_scheduler.cuh"
 #include "common/params.cuh"
+#include "fa2/row_block_keys.cuh"
 #include "isa.cuh"
 
 namespace hfc {
@@ -17,20 +18,6 @@ struct RowStep {
   bool sees_all;  // every row sees every key, as far as key intervals tell
 
   __device__ __forceinline__ bool exists() const { return m_block >= 0; }
-};
-
-// Key intervals of the rows of one block: all of them together, and what they have in common. fa2_backward_prepare notes them
-// at row_block_keys, (batch, heads or 1 for all, row blocks, 4), so that a walk reads four numbers a block instead of every row's.
-struct RowBlockKeys {
-  KeyInterval some;
-  KeyInterval common;
-
-  template <typename Config>
-  __device__ __forceinline__ static int* address(const AttentionParams& params, int entry, int head) {
-    const bool one_for_all = params.interval_head_stride == 0;
-    const int64 pair = one_for_all ? entry : int64(entry) * params.num_heads + head;
-    return params.row_block_keys + pair * num_row_blocks<Config>(params) * 4;
-  }
 };
 
 // From the last row block to the first: under a causal mask all thread blocks of a head start at the same rows, which stay in
@@ -101,23 +88,15 @@ class RowWalk {
   }
 
  private:
-  // Which of 32 row blocks have a row that sees some key, and which only rows that see all; the same for all warps.
+  // What a warp knows of 32 row blocks of a head; the same for all warps.
   struct Chunk {
     int head, number;
-    uint32 seen, whole;
+    SeenBlocks blocks;
   };
 
   __device__ __forceinline__ Chunk read(int head, int number) const {
-    const int m_block = number * kWarpSize + lane_id();
-    bool seen = false, whole = false;
-    if (m_block >= first_block_ && m_block <= last_block_) {
-      const int* numbers = RowBlockKeys::address<Config>(params_, entry_, head) + m_block * 4;
-      const RowBlockKeys keys{{numbers[0], numbers[1]}, {numbers[2], numbers[3]}};
-      const int end_key = first_key_ + Config::kBlockN;
-      seen = max(keys.some.lo, first_key_) < min(keys.some.hi, end_key);
-      whole = keys.common.lo <= first_key_ && keys.common.hi >= end_key;
-    }
-    return {head, number, warp_ballot(seen), warp_ballot(whole)};
+    const int* numbers = RowBlockKeys::address<Config>(params_, entry_, head);
+    return {head, number, seen_blocks(numbers, number, first_block_, last_block_, first_key_, first_key_ + Config::kBlockN)};
   }
 
   // Packed sequences and windows leave a key block few row blocks of many, and neighbours: the others are not even counted.
@@ -125,7 +104,7 @@ class RowWalk {
     int first = last_block_ + 1, last = first_block_ - 1;
 #pragma unroll 4
     for (int number = first_block_ / kWarpSize; number <= last_block_ / kWarpSize; ++number) {
-      const uint32 seen = read(head, number).seen;
+      const uint32 seen = read(head, number).blocks.seen;
       if (seen == 0) continue;
       first = min(first, number * kWarpSize + first_bit(seen));
       last = number * kWarpSize + 31 - leading_zeros(seen);
@@ -138,8 +117,8 @@ class RowWalk {
   __device__ __forceinline__ bool sees() {
     const int number = step_.m_block / kWarpSize;
     if (number != chunk_.number || step_.head != chunk_.head) chunk_ = read(step_.head, number);
-    step_.sees_all = chunk_.whole >> step_.m_block % kWarpSize & 1;
-    return chunk_.seen >> step_.m_block % kWarpSize & 1;
+    step_.sees_all = chunk_.blocks.whole >> step_.m_block % kWarpSize & 1;
+    return chunk_.blocks.seen >> step_.m_block % kWarpSize & 1;
   }
 
   const AttentionParams& params_;
@@ -150,7 +129,7 @@ class RowWalk {
   int last_block_;
   int end_head_;
   RowStep step_;
-  Chunk chunk_{-1, -1, 0, 0};
+  Chunk chunk_{-1, -1, {0, 0}};
   KeyInterval keys_{0, 0};
 };
 

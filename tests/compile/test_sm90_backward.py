@@ -17,8 +17,8 @@ from hf_flash_cupy.problem import KernelConfig
 
 CONFIGS = {config.name: config for config in sm90_backward.reachable_configs()}
 FAST = re.compile(
-    "fa2_backward_sm90_(bf16_d64_m128_n128_causal(_deterministic)?|fp16_d128_m64_n128|"
-    "(prepare|finish)_bf16_d64_m128_n128|prepare_bf16_d64_m128_n128_deterministic)_vector"
+    "fa2_backward_sm90_(bf16_d64_m128_n128_(causal(_deterministic)?_vector|vector_intervals)|fp16_d128_m64_n128_vector|"
+    "(prepare|finish)_bf16_d64_m128_n128_vector|prepare_bf16_d64_m128_n128_deterministic_vector)"
 )
 MAIN = re.compile("fa2_backward_sm90_(bf16|fp16)_")
 CASES = [
@@ -68,19 +68,35 @@ def test_served(head_dim: int, built: int, causal: bool, deterministic: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("window", "causal"), [((-1, -1), False), ((4095, 4095), False), ((-1, 0), True), ((5000, 7), True)]
+    ("window", "hides"),
+    [((-1, -1), ""), ((4095, 4095), ""), ((-1, 0), "kCausal"), ((5000, 7), "kCausal"), ((4094, 0), "kIntervals")],
 )
-def test_a_mask_costs_only_where_it_hides(window: tuple[int, int], causal: bool) -> None:
+def test_a_mask_costs_only_where_it_hides(window: tuple[int, int], hides: str) -> None:
     kernels = sm90_backward.select(problem(), backward_geometry(window=window))
     assert kernels is not None
-    assert dict(kernels["main"].constants)["bool kCausal"] == ("true" if causal else "false")
+    for name in ("kCausal", "kIntervals"):
+        assert dict(kernels["main"].constants)[f"bool {name}"] == ("true" if name == hides else "false")
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 0), (0, -1)])
+@pytest.mark.parametrize("intervals", [False, True])
+def test_intervals_and_windows_to_the_left_are_one(intervals: bool, window: tuple[int, int]) -> None:
+    """Rows are asked for what they see, the prepare kernel notes it, and the finish kernel is the same for all."""
+    wanted = problem(64, intervals=intervals)
+    kernels = sm90_backward.select(wanted, backward_geometry(64, window=window))
+    assert kernels is not None
+    asked = intervals or window[0] >= 0
+    assert ["_intervals_" in kernels[part].name for part in ("prepare", "main", "finish")] == [asked, asked, False]
+    constants = dict(kernels["main"].constants)
+    assert constants["bool kCausal"] == ("true" if window[1] == 0 and not asked else "false")
 
 
 @pytest.mark.parametrize(
     ("asked", "changes", "why"),
     [
         ({"varlen": True}, {}, "packed"),
-        ({"intervals": True}, {}, "intervals"),
+        ({"deterministic": True, "intervals": True}, {}, "deterministic gradients with key intervals"),
+        ({"deterministic": True}, {"window": (100, 0)}, "deterministic gradients with key intervals or a window"),
         ({"mask": True}, {}, "mask"),
         ({"bias": "fp32"}, {}, "bias"),
         ({"alibi": True}, {}, "alibi_slopes"),
@@ -94,7 +110,6 @@ def test_a_mask_costs_only_where_it_hides(window: tuple[int, int], causal: bool)
         ({"head_dim": 192, "head_dim_v": 192}, {}, "head_dim"),
         ({"head_dim_v": 64}, {}, "equal"),
         ({}, {"dout_strides": (0, 0, 0)}, "broadcast"),
-        ({}, {"window": (100, 0)}, "window"),
         ({}, {"softmax_scale": 1e-25}, "softmax_scale"),
         ({}, {"softmax_scale": 1e35}, "softmax_scale"),
         ({}, {"seqlen_q": 63}, "rows"),
@@ -123,17 +138,23 @@ def test_workspaces_hold_whole_row_blocks(head_dim: int) -> None:
     numbers = backward_geometry(head_dim, batch=3, seqlen_q=1000)
     block_m = sm90_backward.BLOCK_M[head_dim]
     blocks = -(-1000 // block_m) * 8 * 3
-    sizes = {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * (4 * block_m + 4)}
-    assert sm90_backward.workspaces(problem(head_dim), numbers) == sizes
+    expected = {"dq_accum": blocks * block_m * head_dim, "row_statistics": blocks * (4 * block_m + 4)}
+    assert sm90_backward.workspaces(problem(head_dim), numbers) == expected
     turns = {"dq_turns": blocks * 2}  # a warpgroup each
-    assert sm90_backward.workspaces(problem(head_dim, deterministic=True), numbers) == sizes | turns
+    assert sm90_backward.workspaces(problem(head_dim, deterministic=True), numbers) == expected | turns
+    for strides, shared_by in (((2000, 0, 2), 8), ((16000, 2000, 2), 1)):  # heads: one for all, one each
+        sizes = sm90_backward.workspaces(problem(head_dim, intervals=True), replace(numbers, interval_strides=strides))
+        lists = blocks // shared_by
+        assert sizes == expected | {"row_block_keys": lists * 4, "row_intervals": lists * block_m * 2}
 
 
 def test_heads_that_run_together_fit_the_cache() -> None:
-    """Causal blocks differ in length; of others one head after the other."""
+    """Causal blocks differ in length, and those of intervals may; of others one head after the other."""
     causal = backward_geometry(64, batch=4, num_heads=32, num_heads_k=8, window=(-1, 0))
     assert sm90_backward.heads_per_section(problem(64), causal) == 4  # of 4 heads by 4,096 rows by 64 by 8 bytes
     assert sm90_backward.heads_per_section(problem(64), replace(causal, window=(-1, -1))) == 1
+    asked = problem(64, intervals=True)
+    assert sm90_backward.heads_per_section(asked, replace(causal, window=(-1, -1))) == 4
     assert sm90_backward.heads_per_section(problem(64), replace(causal, seqlen_q=64)) == 32
 
 

@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from attention_check import qkv, randn
 from hopper_check import CUDA, HALVES, hopper  # noqa: F401
-from hopper_gradients import KERNELS, SHAPES, check_hopper_gradients, check_hopper_shapes, forget_backward_plans
+from hopper_gradients import (
+    KERNELS,
+    SHAPES,
+    check_hidden_keys_gradients,
+    check_hopper_gradients,
+    check_hopper_shapes,
+    check_hopper_windows,
+    check_nothing_seen,
+    forget_backward_plans,
+    packed,
+    visibilities,
+)
 from torch import Tensor
 
 from hf_flash_cupy import execute, flash_attention, tensormap
@@ -38,7 +50,7 @@ def fresh_backward_plans(hopper: None) -> Iterator[None]:  # noqa: F811
     forget_backward_plans(CUDA)
 
 
-def gradients(tensors: tuple[Tensor, ...], dout: Tensor, **options: bool) -> tuple[Tensor, ...]:
+def gradients(tensors: tuple[Tensor, ...], dout: Tensor, **options: Any) -> tuple[Tensor, ...]:
     given = [x.detach().requires_grad_() for x in tensors]
     return torch.autograd.grad(flash_attention(*given, **options), given, dout)
 
@@ -246,6 +258,74 @@ def test_64_bit_offsets() -> None:
     for i, x in enumerate(tensors):
         x.copy_(randn(1, 300, 2, 128, dtype=BF16, device=CUDA, seed=i))
     check_hopper_gradients(*tensors, causal=True)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("rows", [300, 1100])
+@pytest.mark.parametrize("name", visibilities(300, torch.device("cpu")))
+def test_what_rows_see(name: str, rows: int, head_dim: int, dtype: torch.dtype) -> None:
+    q, k, v = qkv(2, rows, rows, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
+    check_hopper_gradients(q, k, v, weigh_lse=True, **visibilities(rows, CUDA)[name])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_that_few_rows_see(head_dim: int, dtype: torch.dtype) -> None:
+    check_hopper_windows(head_dim, dtype, CUDA)
+    check_nothing_seen(head_dim, dtype, CUDA)
+    check_hidden_keys_gradients(head_dim, dtype, CUDA)
+    check_hidden_keys_gradients(head_dim, dtype, CUDA, window_size=(20, 0))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_row_blocks(head_dim: int) -> None:
+    """More than a warp reads about at once, of one list and of one a head."""
+    rows = 33 * 128 + 50
+    q, k, v = qkv(1, rows, rows, 2, head_dim, dtype=BF16, device=CUDA, num_heads_k=1)
+    both = torch.stack([packed([1000, rows - 1200, 200], CUDA), packed([rows - 70, 70], CUDA)])
+    both[1, 200:-200, 1] = 0
+    check_hopper_gradients(q, k, v, key_intervals=both[:1])
+    check_hopper_gradients(q, k, v, key_intervals=both[None])
+    check_hopper_gradients(q, k, v, window_size=(1000, 0))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e3])
+def test_large_logits_of_documents(scale: float, head_dim: int, dtype: torch.dtype) -> None:
+    tensors = qkv(1, 450, 450, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
+    intervals = packed([170, 280], CUDA)
+    intervals[90:110] = 0
+    options = {"softmax_scale": scale * head_dim**-0.5, "key_intervals": intervals}
+    check_hopper_gradients(*tensors, **options)
+    sinks = torch.tensor([-torch.inf, 0.0, 3.0, 1000.0], device=CUDA)
+    check_hopper_gradients(*tensors, sinks=sinks, **options)
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "heads_k"), [(64, 32, 8), (128, 16, 16)])
+@pytest.mark.parametrize("options", ["documents", "window"])
+def test_a_full_card_against_mma(
+    options: str, head_dim: int, heads: int, heads_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 documents of 1,024 tokens, and a window as wide; dk and dv are bit-equal from run to run."""
+    tensors = qkv(1, 16384, 16384, heads, head_dim, dtype=BF16, device=CUDA, num_heads_k=heads_k)
+    dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
+    asked = {"documents": {"key_intervals": packed([1024] * 16, CUDA)}, "window": {"window_size": (1023, 0)}}[options]
+    ours = gradients(tensors, dout, **asked)
+    for _ in range(5):
+        again = gradients(tensors, dout, **asked)
+        assert torch.equal(ours[1], again[1])
+        assert torch.equal(ours[2], again[2])
+        assert relative_error(ours[0], again[0]) < 1e-3
+    monkeypatch.setenv("HF_FLASH_CUPY_ARCH", "90")
+    execute._local.__dict__.clear()
+    forget_backward_plans(CUDA)
+    with record_launches() as records:
+        theirs = gradients(tensors, dout, **asked)
+    assert not {record.kernel for record in records} & set(KERNELS)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert relative_error(mine, other) < 5e-3
 
 
 def test_what_it_does_not_serve_agrees(monkeypatch: pytest.MonkeyPatch) -> None:

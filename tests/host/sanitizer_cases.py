@@ -190,16 +190,26 @@ def hopper(device: str) -> None:
 
 
 def hopper_gradients(device: str) -> None:
-    """The Hopper backward, its parts of dq added as they come and in turns: on the CPU, in a process of its own."""
+    """The Hopper backward, the same way: plain, parts of dq in turns, windows, and intervals from nowhere."""
     if device == "cpu":
         os.environ["HF_FLASH_CUPY_ARCH"] = "90a"
+    low, high = -(2**31), 2**31 - 1
+    ends = torch.tensor([(low, high), (high, low), (3, 70), (low, 40), (65, high)], dtype=torch.int32).to(device)
     with record_launches() as records:
-        for deterministic in (False, True):
-            gradients(device, BF16, 64, 64, deterministic=deterministic)
-            given = [x.requires_grad_() for x in tensors(device, BF16, 64, 64, 200, 300)]
-            flash_attention(*given, causal=True, deterministic=deterministic).sum().backward()
+        for seqlen_q, seqlen_k in ((64, 70), (201, 133)):
+            given = [x.requires_grad_() for x in tensors(device, BF16, 64, 64, seqlen_q, seqlen_k)]
+            rows = torch.arange(seqlen_q).to(device)
+            per_head = torch.stack([ends[(rows + head) % 5] for head in range(given[0].shape[2])])
+            intervals = ({"key_intervals": ends[rows // 50]}, {"key_intervals": per_head, "causal": True})
+            plain = ({"causal": True}, {"causal": True, "deterministic": True}, {"deterministic": True})
+            for options in (*plain, {"window_size": (5, 3)}, *intervals):
+                got = torch.autograd.grad(flash_attention(*given, **options).sum(), given)
+                exact_options = {name: value for name, value in options.items() if name != "deterministic"}
+                truth = torch.autograd.grad(attention_reference(*given, **exact_options)[0].sum(), given)
+                for mine, exact in zip(got, truth, strict=True):
+                    torch.testing.assert_close(mine.double(), exact.double(), rtol=0.05, atol=0.2)
     if device == "cpu":
-        assert len({record.config.name for record in records if record.kernel == "fa2_backward_sm90"}) == 2
+        assert len({record.config.name for record in records if record.kernel == "fa2_backward_sm90"}) == 4
 
 
 CASES: dict[str, Callable[[str], None]] = {

@@ -9,9 +9,19 @@ import pytest
 import torch
 from attention_check import CPU, qkv, randn
 from hopper_check import HALVES, fresh_plans
-from hopper_gradients import KERNELS, SHAPES, check_hopper_gradients, check_hopper_shapes
+from hopper_gradients import (
+    KERNELS,
+    SHAPES,
+    check_hidden_keys_gradients,
+    check_hopper_gradients,
+    check_hopper_shapes,
+    check_hopper_windows,
+    check_nothing_seen,
+    packed,
+    visibilities,
+)
 
-from hf_flash_cupy import flash_attention
+from hf_flash_cupy import flash_attention, sm90_backward
 from hf_flash_cupy.launch import record_launches
 
 BF16, FP16 = HALVES
@@ -41,7 +51,8 @@ def test_the_cpu_runs_it_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_left_to_others() -> None:
     assert not set(kernels_of(63)) & set(KERNELS)
-    assert not set(kernels_of(64, window_size=(5, -1))) & set(KERNELS)
+    assert not set(kernels_of(64, window_size=(5, -1), deterministic=True)) & set(KERNELS)
+    assert not set(kernels_of(64, softcap=5.0)) & set(KERNELS)
 
 
 @pytest.mark.slow
@@ -111,3 +122,79 @@ def test_row_blocks_of_one_key_block_only() -> None:
     for right in (0, 17, 400):
         q, k, v = qkv(1, 260, 300, 1, 128, dtype=BF16, device=CPU)
         check_hopper_gradients(q, k, v, window_size=(-1, right))
+
+
+@pytest.mark.slow
+def test_packed_documents() -> None:
+    """Ragged ones, some of them empty; heads share keys."""
+    q, k, v = qkv(1, 330, 330, 2, 64, dtype=BF16, device=CPU, num_heads_k=1)
+    check_hopper_gradients(q, k, v, key_intervals=packed([130, 0, 70, 1, 129], CPU), weigh_lse=True)
+
+
+@pytest.mark.slow
+def test_a_window() -> None:
+    q, k, v = qkv(1, 200, 330, 2, 128, dtype=FP16, device=CPU, num_heads_k=1)
+    check_hopper_gradients(q, k, v, window_size=(33, 0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("name", visibilities(300, CPU))
+def test_what_rows_see(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    q, k, v = qkv(2, 300, 300, 4, head_dim, dtype=dtype, device=CPU, num_heads_k=2)
+    check_hopper_gradients(q, k, v, weigh_lse=True, **visibilities(300, CPU)[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_windows_of_other_numbers_of_keys(head_dim: int, dtype: torch.dtype) -> None:
+    check_hopper_windows(head_dim, dtype, CPU)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hidden_keys_hold_anything(head_dim: int, dtype: torch.dtype) -> None:
+    check_hidden_keys_gradients(head_dim, dtype, CPU)
+    check_hidden_keys_gradients(head_dim, dtype, CPU, window_size=(20, 0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nothing_is_seen(head_dim: int) -> None:
+    check_nothing_seen(head_dim, BF16, CPU)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_row_blocks(head_dim: int) -> None:
+    """More than a warp reads about at once, of one list and of one a head."""
+    rows = 33 * sm90_backward.BLOCK_M[head_dim] + 50
+    q, k, v = qkv(1, rows, rows, 2, head_dim, dtype=BF16, device=CPU, num_heads_k=1)
+    both = torch.stack([packed([1000, rows - 1200, 200], CPU), torch.tensor([0, 40]).expand(rows, 2)])
+    both[0, 1000:-200, 0] = torch.arange(1000, rows - 200) // 100 * 100  # short ones
+    both[1, 200:-200, 1] = 0
+    check_hopper_gradients(q, k, v, key_intervals=both[:1].to(torch.int32))
+    check_hopper_gradients(q, k, v, key_intervals=both[None].to(torch.int32))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scale", [30.0, 1e3])
+def test_large_logits_of_documents(scale: float, head_dim: int, dtype: torch.dtype) -> None:
+    tensors = qkv(1, 150, 150, 2, head_dim, dtype=dtype, device=CPU, num_heads_k=1)
+    options = {"softmax_scale": scale * head_dim**-0.5, "key_intervals": packed([70, 80], CPU)}
+    check_hopper_gradients(*tensors, **options)
+
+
+@pytest.mark.full
+def test_sinks_of_rows_without_keys() -> None:
+    q, k, v = qkv(1, 250, 250, 4, 64, dtype=BF16, device=CPU, num_heads_k=2)
+    intervals = packed([100, 150], CPU)
+    intervals[90:110] = 0
+    sinks = torch.tensor([-torch.inf, 0.0, 3.0, 1000.0])
+    check_hopper_gradients(q, k, v, sinks=sinks, key_intervals=intervals)
+    check_hopper_gradients(q, k, v, sinks=sinks, window_size=(40, 0))
