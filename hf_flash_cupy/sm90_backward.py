@@ -25,6 +25,7 @@ Visibility = Literal["full", "causal", "intervals"]
 
 HEAD_DIMS = (64, 128)  # of the kernels. Any other is padded with zeros up to the next, by the copy engine.
 MIN_HEAD_DIM = 48  # below, more of a tile would be padding than not
+_SERVED = range(MIN_HEAD_DIM, HEAD_DIMS[-1] + 1)
 MIN_ROWS = 64  # rows below which most of a tile would be empty
 BLOCK_N = 128  # keys of a thread block: 64 for each of two warpgroups
 # Rows of a step. Registers hold S and dP of so many rows beside dk and dv, whose columns take the rest: twice the
@@ -35,6 +36,11 @@ _STORE_ROWS = 16  # rows of dk and dv that a warp stores at once
 _ROW_SLOTS, _DS_SLOTS, _SLACK = 2, 3, 768  # kRowSlots, kDsSlots, kSlack
 _ORDERED_HEADS = 16  # heads that at least share the GPU, so that few of its thread blocks wait for each other
 _SCALES = (2.0**-64, 2.0**100)  # of softmax_scale: beyond, lse in units of a product leaves float32's range
+
+
+def serves_tensors(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
+    """Whether tensors of this kind are served, whatever the mask."""
+    return dtype in (torch.float16, torch.bfloat16) and head_dim == head_dim_v and head_dim in _SERVED
 
 
 def kernel_head_dim(problem: AttentionProblem) -> int:
@@ -92,7 +98,7 @@ def refusal_of_problem(problem: AttentionProblem) -> str:
     sizes = (problem.head_dim, problem.head_dim_v)
     if sizes[0] != sizes[1]:
         return f"head_dim {sizes[0]}, head_dim_v {sizes[1]}: equal ones are served"
-    if not MIN_HEAD_DIM <= sizes[0] <= HEAD_DIMS[-1]:
+    if sizes[0] not in _SERVED:
         return f"head_dim {sizes[0]}: {MIN_HEAD_DIM} to {HEAD_DIMS[-1]} are served"
     return "" if problem.vector else "tensors whose rows do not start on 16 bytes"
 

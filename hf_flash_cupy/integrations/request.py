@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_flash_cupy import sm90, sm90_backward
 from hf_flash_cupy.errors import UnsupportedProblem
 from hf_flash_cupy.integrations.key_intervals import IntervalMask, KeyIntervals
 from hf_flash_cupy.integrations.selected_keys import selected_keys
@@ -153,7 +154,7 @@ def _with_intervals(request: AttentionRequest, described: KeyIntervals) -> None:
         described = described.take_keys(0, seqlen_k)
     if described.key_mask is not None:
         request.mask = described.key_mask[:, None, None, :]
-    if described.offsets is not None:
+    if described.offsets is not None and not _hopper_goes_by_intervals(request):
         request.causal, request.window_size = True, (-1 if described.left is None else described.left, -1)
         longest = _longest(None, seqlen_q, described.offsets)
         request.sequences = Sequences(described.offsets, described.offsets, longest, longest)
@@ -164,6 +165,16 @@ def _with_intervals(request: AttentionRequest, described: KeyIntervals) -> None:
         return
     left, right = window
     request.causal, request.window_size = right == 0, (left, -1 if right == 0 else right)
+
+
+def _hopper_goes_by_intervals(request: AttentionRequest) -> bool:
+    """Whether the backward pass skips as much by key intervals, and faster: compute capability 9.0's own does."""
+    return (
+        sm90.serves(request.q.device)
+        and request.softcap == request.dropout_p == 0
+        and request.mask is request.bias is None
+        and sm90_backward.serves_tensors(request.q.dtype, request.q.shape[-1], request.v.shape[-1])
+    )
 
 
 def _with_dense(request: AttentionRequest, mask: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import masking_utils as hf
 
 from hf_flash_cupy.integrations import masks
 from hf_flash_cupy.integrations.key_intervals import IntervalMask
+from hf_flash_cupy.integrations.request import build_request
 
 from .test_masks import WINDOW, ids, keep
 
@@ -54,3 +56,31 @@ class TestOffsets:
         mask = masks.attention_mask(1, 8, 8, mask_function=function, config=None, device="cpu")
         for part in (mask[:, :, 2:], mask[..., 1:], mask[:1]):
             assert part.described.offsets is None
+
+
+@pytest.mark.parametrize(
+    ("options", "by_sequences"),
+    [
+        ({}, False),
+        ({"dtype": torch.float32}, True),
+        ({"head_dim": 32}, True),
+        ({"softcap": 5.0}, True),
+        ({"dropout": 0.1}, True),
+        ({"arch": "80"}, True),
+    ],
+    ids=str,
+)
+def test_hopper_needs_no_sequences(
+    options: dict[str, Any], by_sequences: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward pass skips what lies between them by their key intervals; where others run, sequences are faster."""
+    monkeypatch.setenv("HF_FLASH_CUPY_ARCH", options.get("arch", "90a"))
+    function = hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(TestOffsets.IDS))
+    mask = masks.attention_mask(1, 8, 8, mask_function=function, config=None, device="cpu")
+    dtype = options.get("dtype", torch.bfloat16)
+    q, k, v = (torch.zeros(1, 2, 8, options.get("head_dim", 64), dtype=dtype) for _ in range(3))
+    asked = {"scaling": None, "sliding_window": None, "is_causal": None, "kwargs": {}}
+    numbers = {"dropout": options.get("dropout", 0.0), "softcap": options.get("softcap")}
+    request = build_request(SimpleNamespace(training=True, is_causal=True), q, k, v, mask, **asked, **numbers)
+    assert (request.sequences is not None) == by_sequences
+    assert (request.intervals is None) == by_sequences
