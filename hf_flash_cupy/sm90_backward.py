@@ -38,7 +38,7 @@ _ORDERED_HEADS = 16  # heads that at least share the GPU, so that few of its thr
 _SCALES = (2.0**-64, 2.0**100)  # of softmax_scale: beyond, lse in units of a product leaves float32's range
 
 
-def serves_tensors(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
+def serves_tensors(dtype: torch.dtype | None, head_dim: int, head_dim_v: int) -> bool:
     """Whether tensors of this kind are served, whatever the mask."""
     return dtype in (torch.float16, torch.bfloat16) and head_dim == head_dim_v and head_dim in _SERVED
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from hf_flash_cupy import sm90, sm90_backward
 from hf_flash_cupy.integrations.closures import PACKED, KeyRange, NotARange, Reading, hull, read, structure
 from hf_flash_cupy.integrations.key_intervals import IntervalMask, KeyIntervals
 from hf_flash_cupy.integrations.notices import warn_once
@@ -129,8 +130,10 @@ class _Request:
 
     def _with_offsets(self, described: KeyIntervals) -> KeyIntervals:
         """In training, adds where packed sequences begin: going by sequences, the backward pass skips what lies
-        between them. That is one read a forward pass.
+        between them. That is one read a forward pass, which a backward pass that goes by intervals does without.
         """
+        if self._hopper_goes_by_intervals():
+            return described
         kind = structure(self.mask_function)
         packed = PACKED in kind and not any(other in kind for other in ("or_masks", "chunked", "blockwise", "padding"))
         at_start = isinstance(self.q_offset, int) and self.q_offset == self.kv_offset == 0
@@ -143,6 +146,13 @@ class _Request:
         row = torch.arange(self.q_length + 1, device=lo.device)
         begins = torch.nn.functional.pad(lo[0] == row[:-1], (0, 1), value=True)  # the last ends where none begins
         return replace(described, offsets=row[begins].to(torch.int32))
+
+    def _hopper_goes_by_intervals(self) -> bool:
+        """As far as is known before a layer has been called: as of ``request.py``, which asks again."""
+        config, dtype = self.others.get("config"), self.others.get("dtype")
+        head_dim, softcap = (getattr(config, name, None) for name in ("head_dim", "attn_logit_softcapping"))
+        known = isinstance(head_dim, int) and not softcap and not getattr(config, "attention_dropout", 0.0)
+        return known and sm90.serves(self.device) and sm90_backward.serves_tensors(dtype, head_dim, head_dim)
 
     def _keep(self) -> Tensor | None:
         """Padding over the mask's columns, bool (batch, kv_length)."""

@@ -84,3 +84,26 @@ def test_hopper_needs_no_sequences(
     request = build_request(SimpleNamespace(training=True, is_causal=True), q, k, v, mask, **asked, **numbers)
     assert (request.sequences is not None) == by_sequences
     assert (request.intervals is None) == by_sequences
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype", "none"),
+    [
+        ({"head_dim": 64}, torch.bfloat16, True),
+        ({"head_dim": 64}, torch.float32, False),
+        ({"head_dim": 256}, torch.bfloat16, False),
+        ({"head_dim": 64, "attn_logit_softcapping": 50.0}, torch.bfloat16, False),
+        ({"head_dim": 64, "attention_dropout": 0.1}, torch.bfloat16, False),
+        ({}, torch.bfloat16, False),
+    ],
+)
+def test_nor_does_its_mask_read_where_they_begin(
+    numbers: dict[str, Any], dtype: torch.dtype, none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_FLASH_CUPY_ARCH", "90a")
+    monkeypatch.setattr(masks, "routes_attention", lambda config: True)
+    function = hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(TestOffsets.IDS))
+    given = {"config": SimpleNamespace(**numbers), "dtype": dtype, "device": "cpu"}
+    mask = masks.attention_mask(1, 8, 8, mask_function=function, **given)
+    assert isinstance(mask, IntervalMask)
+    assert (mask.described.offsets is None) == none
