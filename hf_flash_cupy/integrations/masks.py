@@ -151,8 +151,9 @@ class _Request:
         """As far as is known before a layer has been called: as of ``request.py``, which asks again."""
         config, dtype = self.others.get("config"), self.others.get("dtype")
         head_dim, softcap = (getattr(config, name, None) for name in ("head_dim", "attn_logit_softcapping"))
-        known = isinstance(head_dim, int) and not softcap and not getattr(config, "attention_dropout", 0.0)
-        return known and sm90.serves(self.device) and sm90_backward.serves_tensors(dtype, head_dim, head_dim)
+        if not isinstance(head_dim, int) or softcap or getattr(config, "attention_dropout", 0.0):
+            return False
+        return sm90.serves(self.device) and sm90_backward.serves_tensors(dtype, head_dim, head_dim)
 
     def _keep(self) -> Tensor | None:
         """Padding over the mask's columns, bool (batch, kv_length)."""
