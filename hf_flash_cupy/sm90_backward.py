@@ -34,7 +34,9 @@ BLOCK_M = {64: 128, 128: 64}
 _LOAD_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # of a thread: 65,536 in all
 _STORE_ROWS = 16  # rows of dk and dv that a warp stores at once
 _ROW_SLOTS, _DS_SLOTS, _SLACK = 2, 3, 768  # kRowSlots, kDsSlots, kSlack
+_LEAST_HEADS = {"causal": 4, "intervals": 8}  # of a section
 _ORDERED_HEADS = 16  # heads that at least share the GPU, so that few of its thread blocks wait for each other
+_ORDERED_SECTIONS = 8  # of a causal mask, at least, if not one
 _SCALES = (2.0**-64, 2.0**100)  # of softmax_scale: beyond, lse in units of a product leaves float32's range
 
 
@@ -209,16 +211,21 @@ def workspaces(problem: AttentionProblem, geometry: Geometry) -> dict[str, int]:
 
 def heads_per_section(problem: AttentionProblem, geometry: Geometry) -> int:
     """(batch, key head) pairs whose key blocks run interleaved, longest first: as many as keep q, dout and dq's sums in
-    the L2 cache. 1 unless key blocks differ in length, as causal ones do, and intervals may, or wait for each other:
-    cuda_src/fa2/backward_sm90_order.cuh has the argument for what deterministic gradients take."""
-    causal, ordered = is_causal(geometry), problem.deterministic
-    if visibility(problem, geometry) == "full" and not ordered:
+    the L2 cache, but not so few that the end of a section is long. 1 where key blocks are of one length. Deterministic
+    gradients have their own rule: cuda_src/fa2/backward_sm90_order.cuh."""
+    visible = visibility(problem, geometry)
+    if visible == "full" and not problem.deterministic:
         return 1
     group = geometry.num_heads // geometry.num_heads_k
     one = group * geometry.seqlen_q * kernel_head_dim(problem) * (2 + 2 + 4)
     pairs = geometry.batch * geometry.num_heads_k
-    fit = max((32 << 20) // max(one, 1), _ORDERED_HEADS if ordered else 1)
-    return min(fit, -(-pairs // 2) if causal and ordered else pairs)
+    fit = (32 << 20) // max(one, 1)
+    if not problem.deterministic:
+        return min(max(fit, _LEAST_HEADS[visible]), pairs)
+    if visible == "full":
+        return min(max(fit, _ORDERED_HEADS), pairs)
+    few = min(fit, pairs // _ORDERED_SECTIONS)
+    return few if few >= 2 else pairs
 
 
 def boxes(problem: AttentionProblem, geometry: Geometry) -> dict[str, TensorBox]:
