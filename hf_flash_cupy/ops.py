@@ -68,7 +68,7 @@ def _is_transformed(call: Call) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
         or not (type(call.q) in _PLAIN and type(call.k) in _PLAIN and type(call.v) in _PLAIN)
-        or any(type(x) not in _PLAIN for x in call.extras.values())
+        or (bool(call.extras) and any(type(x) not in _PLAIN for x in call.extras.values()))
     )
 
 
