@@ -112,6 +112,7 @@ def test_everybody_had_a_turn(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, rows: int, keys: int
 ) -> None:
     """Heads of the last section count key blocks upwards, those of the one before downwards."""
+    monkeypatch.setattr(sm90_backward, "heads_per_section", lambda problem, geometry: 2 if causal else 3)
     tensors = qkv(3, rows, keys, 2, head_dim, dtype=BF16, device=CPU, num_heads_k=1)
     block_m = sm90_backward.BLOCK_M[head_dim]
     turns = turns_afterwards(monkeypatch, tensors, causal, block_m)
