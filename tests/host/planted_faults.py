@@ -9,19 +9,18 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
 os.environ.pop("LD_PRELOAD", None)
 
 import numpy as np
+import own_kernel
 from sanitizer_cases import in_child
 
-from hf_flash_cupy import env, tiles
-from hf_flash_cupy.jit import module, source
+from hf_flash_cupy import tiles
+from hf_flash_cupy.jit import module
 from hf_flash_cupy.params import ATTENTION_PARAMS
-from hf_flash_cupy.problem import KernelConfig
 
 THREADS = 64
 ARRAY_BYTES = THREADS * 4  # of each of the two shared arrays
@@ -87,22 +86,10 @@ def run(kernel: module.HostKernel, fault: int) -> None:
 
 
 def main(folder: str) -> None:
-    root = Path(folder) / "cuda_src"
-    shutil.copytree(source.sources_root(), root)
-    (root / "faulty.cuh").write_text(KERNEL)
-    source.sources_root = lambda: root
-    config = KernelConfig(
-        kernel="faulty",
-        name="faulty_host",
-        include="faulty.cuh",
-        params="AttentionParams",
-        arch="host",
-        constants=(("int kThreads", str(THREADS)), ("int kArrayBytes", str(ARRAY_BYTES))),
-        num_threads=THREADS,
-        min_blocks=1,
-        shared_bytes=2 * ARRAY_BYTES + tiles.HOST_GAP,
-    )
-    kernel = module.get_host_kernel(config, env.sanitize())
+    constants = (("int kThreads", str(THREADS)), ("int kArrayBytes", str(ARRAY_BYTES)))
+    shared = 2 * ARRAY_BYTES + tiles.HOST_GAP
+    options = {"constants": constants, "shared_bytes": shared}
+    kernel = own_kernel.build(Path(folder), KERNEL, "faulty", "AttentionParams", THREADS, **options)
     print(json.dumps({name: in_child(lambda fault=fault: run(kernel, fault)) for name, fault in FAULTS.items()}))  # type: ignore[misc]
 
 

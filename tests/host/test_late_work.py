@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
+import own_kernel
 import pytest
 import torch
 from torch import Tensor
 
-from hf_flash_cupy import env, tensormap
-from hf_flash_cupy.jit import module, source
+from hf_flash_cupy import tensormap
+from hf_flash_cupy.jit import module
 from hf_flash_cupy.params import FORWARD_SM90_PARAMS
-from hf_flash_cupy.problem import KernelConfig
 
 THREADS = 128
 SHARED_BYTES = 3 * 8192 + 64
@@ -75,24 +72,9 @@ __device__ __forceinline__ void late(const ForwardSm90Params& params) {
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[module.HostKernel]:
-    root = tmp_path_factory.mktemp("late") / "cuda_src"
-    shutil.copytree(source.sources_root(), root)
-    (root / "late.cuh").write_text(KERNEL)
-    config = KernelConfig(
-        kernel="late",
-        name="late_host",
-        include="late.cuh",
-        params="ForwardSm90Params",
-        arch="host",
-        constants=(),
-        num_threads=THREADS,
-        min_blocks=1,
-        shared_bytes=SHARED_BYTES,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "sources_root", lambda: Path(root))
-        yield module.get_host_kernel(config, env.sanitize())
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> module.HostKernel:
+    folder = tmp_path_factory.mktemp("late")
+    return own_kernel.build(folder, KERNEL, "late", "ForwardSm90Params", THREADS, shared_bytes=SHARED_BYTES)
 
 
 def run(kernel: module.HostKernel, fault: int, block: int = 0) -> tuple[Tensor, Tensor]:

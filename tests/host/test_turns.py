@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
+import own_kernel
 import pytest
 
-from hf_flash_cupy import env
-from hf_flash_cupy.jit import module, source
+from hf_flash_cupy.jit import module
 from hf_flash_cupy.params import BACKWARD_SM90_PARAMS
-from hf_flash_cupy.problem import KernelConfig
 
 FLOATS = 32
 BLOCKS = 9
@@ -46,24 +42,9 @@ __device__ __forceinline__ void in_turn(const BackwardSm90Params& params) {
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[module.HostKernel]:
-    root = tmp_path_factory.mktemp("turns") / "cuda_src"
-    shutil.copytree(source.sources_root(), root)
-    (root / "in_turn.cuh").write_text(KERNEL)
-    config = KernelConfig(
-        kernel="in_turn",
-        name="in_turn_host",
-        include="in_turn.cuh",
-        params="BackwardSm90Params",
-        arch="host",
-        constants=(),
-        num_threads=FLOATS,
-        min_blocks=1,
-        shared_bytes=FLOATS * 4,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "sources_root", lambda: Path(root))
-        yield module.get_host_kernel(config, env.sanitize())
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> module.HostKernel:
+    folder = tmp_path_factory.mktemp("turns")
+    return own_kernel.build(folder, KERNEL, "in_turn", "BackwardSm90Params", FLOATS, shared_bytes=FLOATS * 4)
 
 
 def run(kernel: module.HostKernel, fault: int, workers: int, first: int = 0) -> tuple[np.ndarray, int]:
