@@ -150,7 +150,7 @@ def known_forward(call: Call) -> Tensor | None:
     plan = prepared.plan  # of a step of decoding, for which _run() has too much to ask
     if prepared.content is not None:
         plan.load(prepared.content)
-    out = q.new_empty(prepared.out_shape)
+    out = torch.empty(prepared.out_shape, dtype=q.dtype, device=q.device)
     plan(q=q, k=call.k, v=call.v, out=out)
     return out
 
@@ -162,7 +162,7 @@ def _run(
     plan, workspaces, out_shape, lse_shape, covers, content = prepared
     if plan is not None and content is not None:
         plan.load(content)
-    out = q.new_empty(out_shape)
+    out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     lse = statistics = None
     beside = extras
     if need_lse:
