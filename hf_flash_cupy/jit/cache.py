@@ -145,8 +145,21 @@ def clear() -> int:
 
 def _entry_folders() -> list[Path]:
     # The cache folder holds other things too; only what looks like an entry is one.
-    files = (file for pattern in ("kernel.*", _META) for file in cache_dir().glob(f"*/*.*/{pattern}"))
-    return sorted({file.parent for file in files if not file.parent.name.startswith(".")})
+    folders = (folder for shelf in _children(cache_dir()) for folder in _children(shelf))
+    named = (folder for folder in folders if "." in folder.name and not folder.name.startswith("."))
+    return sorted(folder for folder in named if any(_is_of_an_entry(file.name) for file in _children(folder)))
+
+
+def _is_of_an_entry(name: str) -> bool:
+    return name.startswith("kernel.") or name == _META
+
+
+def _children(folder: Path) -> list[Path]:
+    """None of a file, or of a folder that another process has removed or renamed meanwhile."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _read(folder: Path, binary: str | None) -> Entry | None:

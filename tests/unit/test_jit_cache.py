@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -286,3 +289,26 @@ print(json.dumps({"mine": str(mine), "theirs": str(theirs), "before": [mine.exis
     assert report["mine"] != report["theirs"]
     assert report["before"] == [True, False]
     assert not Path(report["mine"]).exists()
+
+
+def test_entries_are_listed_while_others_come_and_go(folder: Path) -> None:
+    """As while other processes build: a folder that was seen may be gone when it is looked into."""
+    shelf = folder / source.package_version()
+    shelf.mkdir(parents=True)
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            temporary = Path(tempfile.mkdtemp(prefix=".building-", dir=shelf))
+            (temporary / "kernel.cu").write_text("unit")
+            temporary.rename(shelf / "scale.0123")
+            shutil.rmtree(shelf / "scale.0123")
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        for _ in range(500):
+            assert cache.list_entries() == []  # none is whole
+    finally:
+        over.set()
+        other.join()
