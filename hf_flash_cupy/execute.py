@@ -145,9 +145,12 @@ def known_forward(call: Call) -> Tensor | None:
     if q.is_cuda and torch._C._cuda_getDevice() != q.device.index:
         return None
     prepared: Prepared | None = _known().get((plan_key(call), False, False))
-    if prepared is None or prepared.plan is None or prepared.workspaces or not prepared.covers or call.extras:
-        return None if prepared is None else _run(prepared, call, need_lse=False, need_statistics=False)[0]
-    plan = prepared.plan  # of a step of decoding, for which _run() has too much to ask
+    if prepared is None:
+        return None
+    plan = prepared.plan
+    if plan is None or prepared.workspaces or not prepared.covers or call.extras:
+        return _run(prepared, call, need_lse=False, need_statistics=False)[0]
+    # What is left of _run() for most steps of decoding, which have no time for its questions.
     if prepared.content is not None:
         plan.load(prepared.content)
     out = torch.empty(prepared.out_shape, dtype=q.dtype, device=q.device)

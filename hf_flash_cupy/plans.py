@@ -57,7 +57,7 @@ def _pointer_words() -> dict[str, int]:
 
 
 POINTER_WORDS = _pointer_words()
-_NUM_TILES = ATTENTION_PARAMS.fields["num_tiles"][1] // 8  # type: ignore[index]
+NUM_TILES_WORD = ATTENTION_PARAMS.fields["num_tiles"][1] // 8  # type: ignore[index]
 
 
 class Content(NamedTuple):
@@ -89,7 +89,7 @@ class Plan:
         for name, tensor in tensors.items():
             words[POINTER_WORDS[name]] = 0 if tensor is None else tensor.data_ptr()
         for launcher in self.launchers:
-            words[_NUM_TILES] = launcher.num_tiles
+            words[NUM_TILES_WORD] = launcher.num_tiles
             launcher()
 
     def load(self, content: Content) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from . import sm90_backward, tensormap
 from .launch import Launcher
 from .params import BACKWARD_SM90_PARAMS
+from .plans import NUM_TILES_WORD, Geometry, attention_params
 from .plans import POINTER_WORDS as ATTENTION_WORDS
-from .plans import Geometry, attention_params
 from .problem import AttentionProblem, KernelConfig
 
 _FIELDS = BACKWARD_SM90_PARAMS.fields
@@ -40,40 +40,21 @@ class BackwardSm90Plan:
         params["attention"]["num_n_blocks"] = n_blocks
         params["attention"]["heads_per_section"] = sm90_backward.heads_per_section(problem, geometry)
         self._words = memoryview(params.view(np.uint8).data).cast("Q")
-        self._num_tiles = _ATTENTION + _num_tiles_word()
         rows = m_blocks * geometry.num_heads * geometry.batch
         keys = n_blocks * geometry.num_heads_k * geometry.batch
         tiles = {"prepare": rows, "main": keys, "finish": rows}
         # Before the maps: a launcher gives its thread the device's context, without which the driver makes none.
         self.launchers = [Launcher(config, params, tiles[part], device) for part, config in configs.items()]
-        self._boxes = sm90_backward.boxes(problem, geometry)
-        on_host = device.type == "cpu"
-        for name, box in self._boxes.items():
-            self._write_map(name, tensormap.host_words(box) if on_host else tensormap.encode(box))
-        self._patched = on_host or tensormap.address_is_a_word()
-
-    def _write_map(self, name: str, words: tuple[int, ...]) -> None:
-        for word, value in enumerate(words, _MAPS[name]):
-            self._words[word] = value
+        boxes = sm90_backward.boxes(problem, geometry)
+        self._maps = tensormap.Maps(self._words, _MAPS, boxes, device.type == "cpu")
 
     def __call__(self, **tensors: Tensor | None) -> None:
         """Launches on torch's current stream; the tensors, by their names in the struct, have the plan's geometry."""
         words = self._words
         for name, tensor in tensors.items():
             words[_WORDS[name]] = 0 if tensor is None else tensor.data_ptr()
-        for name, box in self._boxes.items():
-            address = words[_WORDS[name]]
-            if self._patched:
-                words[_MAPS[name] + tensormap.ADDRESS_WORD] = address
-            else:
-                self._write_map(name, tensormap.encode.__wrapped__(box, address))
+        for name in _MAPS:
+            self._maps.move(name, words[_WORDS[name]])
         for launcher in self.launchers:
-            words[self._num_tiles] = launcher.num_tiles
+            words[_ATTENTION + NUM_TILES_WORD] = launcher.num_tiles
             launcher()
-
-
-def _num_tiles_word() -> int:
-    """Where the struct of attention has its number of thread blocks, in 8-byte words."""
-    fields = BACKWARD_SM90_PARAMS["attention"].fields
-    assert fields is not None
-    return int(fields["num_tiles"][1]) // 8

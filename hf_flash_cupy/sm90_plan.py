@@ -17,6 +17,8 @@ from .plans import POINTER_WORDS as ATTENTION_WORDS
 from .plans import Geometry, attention_params, explain_choice
 from .problem import AttentionProblem, KernelConfig
 
+_MAPS = {name: FORWARD_SM90_PARAMS.fields[name][1] // 8 for name in ("q", "k", "v", "out")}  # type: ignore[index]
+
 
 def _pointer_words() -> dict[str, int]:
     """Where each tensor's address lies in the struct, in 8-byte words: q, k, v and out in their maps."""
@@ -24,7 +26,7 @@ def _pointer_words() -> dict[str, int]:
     assert fields is not None
     attention = fields["attention"][1] // 8
     words = {name: attention + word for name, word in ATTENTION_WORDS.items()}
-    maps = {name: fields[name][1] // 8 + tensormap.ADDRESS_WORD for name in ("q", "k", "v", "out")}
+    maps = {name: place + tensormap.ADDRESS_WORD for name, place in _MAPS.items()}
     return words | maps | {"tile_counter": fields["tile_counter"][1] // 8, "plain_out": words["out"]}
 
 
@@ -57,27 +59,21 @@ class ForwardSm90Plan:
         grid = min(most, total)
         # Before the maps: a launcher gives its thread the device's context, without which the driver makes none.
         self.launchers = [Launcher(config, params, grid, device)]
-        self._boxes = sm90.boxes(problem, geometry, config.tile.block_n)
-        for name, box in self._boxes.items():
-            self._write_map(name, tensormap.host_words(box) if on_host else tensormap.encode(box))
-        self._patched = on_host or tensormap.address_is_a_word()
+        boxes = sm90.boxes(problem, geometry, config.tile.block_n)
+        self._maps = tensormap.Maps(self._words, _MAPS, boxes, on_host)
         self._dynamic = total > grid
         self._varlen = problem.varlen
         self._device = device
         explain_choice(problem, config, self.launchers[0].grid)
-
-    def _write_map(self, name: str, words: tuple[int, ...]) -> None:
-        for word, value in enumerate(words, _WORDS[name] - tensormap.ADDRESS_WORD):
-            self._words[word] = value
 
     def __call__(self, **tensors: Tensor | None) -> None:
         """Launches on torch's current stream; q, k, v, out, lse and sinks have the plan's geometry."""
         words = self._words
         for name, tensor in tensors.items():
             words[_WORDS[name]] = 0 if tensor is None else tensor.data_ptr()
-        if not self._patched:
-            for name, box in self._boxes.items():
-                self._write_map(name, tensormap.encode.__wrapped__(box, words[_WORDS[name]]))
+        if not self._maps.address_is_a_word:  # else it is written
+            for name in _MAPS:
+                self._maps.move(name, words[_WORDS[name]])
         if self._varlen:
             words[_OUT_WORD] = words[_WORDS["out"]]  # ragged ends of packed entries are stored without the map
         if self._dynamic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -66,6 +67,33 @@ def host_words(tensor: TensorBox, address: int = 0) -> tuple[int, ...]:
     """The same for a kernel on the CPU: TensorMap of cuda_src/isa/host/tma.cuh."""
     words = (address, *tensor.sizes, *tensor.strides, *tensor.box, _BYTES[tensor.dtype])
     return words + (0,) * (WORDS - len(words))
+
+
+class Maps:
+    """The maps in a kernel's parameter struct."""
+
+    def __init__(
+        self, struct: memoryview, places: Mapping[str, int], boxes: Mapping[str, TensorBox], on_host: bool
+    ) -> None:
+        """``struct`` in 8-byte words; ``places``: in which of them the map of each of ``boxes`` begins.
+
+        On a GPU the calling thread has the device's context, without which the driver makes no map.
+        """
+        self._struct, self._places, self._boxes = struct, places, boxes
+        for name, box in boxes.items():
+            self._write(name, host_words(box) if on_host else encode(box))
+        self.address_is_a_word = on_host or address_is_a_word()
+
+    def move(self, name: str, address: int) -> None:
+        """Makes the map of ``name`` one of the tensor at ``address``."""
+        if self.address_is_a_word:
+            self._struct[self._places[name] + ADDRESS_WORD] = address
+        else:
+            self._write(name, encode.__wrapped__(self._boxes[name], address))
+
+    def _write(self, name: str, words: tuple[int, ...]) -> None:
+        for word, value in enumerate(words, self._places[name]):
+            self._struct[word] = value
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from hopper_gradients import (
     visibilities,
 )
 
-from hf_flash_cupy import flash_attention, sm90_backward
+from hf_flash_cupy import flash_attention, sm90_backward, tensormap
 from hf_flash_cupy.launch import record_launches
 
 BF16, FP16 = HALVES
@@ -53,6 +54,20 @@ def test_what_is_left_to_others() -> None:
     assert not set(kernels_of(63)) & set(KERNELS)
     assert not set(kernels_of(64, window_size=(5, -1), deterministic=True)) & set(KERNELS)
     assert not set(kernels_of(64, softcap=5.0)) & set(KERNELS)
+
+
+def test_maps_that_are_made_anew_for_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a driver that writes an address otherwise: forward and backward, and a second call of each plan."""
+    made = tensormap.Maps.__init__
+
+    def without_a_word(maps: tensormap.Maps, *arguments: Any) -> None:
+        made(maps, *arguments)
+        maps.address_is_a_word = False
+
+    monkeypatch.setattr(tensormap.Maps, "__init__", without_a_word)
+    monkeypatch.setattr(tensormap, "encode", SimpleNamespace(__wrapped__=tensormap.host_words))
+    for seed in range(2):
+        check_hopper_gradients(*qkv(1, 64, 64, 1, 64, dtype=BF16, device=CPU, seed=seed))
 
 
 @pytest.mark.slow
