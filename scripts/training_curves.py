@@ -3,8 +3,9 @@
 
     python scripts/training_curves.py --out benchmarks/NAME.json --plot benchmarks/NAME.png
 
-Every implementation starts from the same weights and trains in bfloat16 on the same batches, once for each seed of the
-data's order. Its mean curve should lie within the band that eager attention's curves span over those seeds.
+Every implementation starts from the same weights and trains on the same batches, once for each seed of the data's order,
+in bfloat16 as Trainer(bf16=True) does: float32 weights under autocast, a learning rate that warms up. Its mean curve should
+lie within the band that eager attention's curves span over those seeds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hf_flash_cupy.launch import launch_count
 
 SMOOTH = 20  # steps of the moving average
 SEQLEN, BATCH = 512, 8
+LEARNING_RATE, WARM_UP = 1e-3, 30  # steps until it is whole
 
 
 def read_bytes(text: Path | None, device: torch.device) -> Tensor:
@@ -48,21 +50,24 @@ def new_model(implementation: str, device: torch.device) -> LlamaForCausalLM:
         max_position_embeddings=SEQLEN,
         attn_implementation=implementation,
     )
-    return LlamaForCausalLM(config).to(device, torch.bfloat16).train()
+    return LlamaForCausalLM(config).to(device).train()
 
 
 def train(implementation: str, seed: int, tokens: Tensor, steps: int) -> list[float]:
     """The loss of every step."""
     model = new_model(implementation, tokens.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     order = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(steps):
         starts = torch.randint(0, len(tokens) - SEQLEN, (BATCH,), generator=order)
         batch = torch.stack([tokens[start : start + SEQLEN] for start in starts.tolist()])
-        loss = model(input_ids=batch, labels=batch).loss
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
     return torch.stack(losses).tolist()
