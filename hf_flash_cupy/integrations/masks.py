@@ -132,16 +132,14 @@ class _Request:
         """In training, adds where packed sequences begin: going by sequences, the backward pass skips what lies
         between them. That is one read a forward pass, which a backward pass that goes by intervals does without.
         """
-        if self._hopper_goes_by_intervals():
+        lo = described.lo
+        if lo is None or described.right != 0 or not torch.is_grad_enabled() or self._hopper_goes_by_intervals():
             return described
         kind = structure(self.mask_function)
         packed = PACKED in kind and not any(other in kind for other in ("or_masks", "chunked", "blockwise", "padding"))
         at_start = isinstance(self.q_offset, int) and self.q_offset == self.kv_offset == 0
         whole = self.batch_size == 1 and at_start and self.q_length == self.kv_length and self.padding is None
-        lo = described.lo
-        if not (packed and whole and torch.is_grad_enabled()) or described.right != 0 or lo is None:
-            return described
-        if lo.shape[0] != 1 or is_tracing(lo):
+        if not (packed and whole) or lo.shape[0] != 1 or is_tracing(lo):
             return described
         row = torch.arange(self.q_length + 1, device=lo.device)
         begins = torch.nn.functional.pad(lo[0] == row[:-1], (0, 1), value=True)  # the last ends where none begins
