@@ -20,6 +20,8 @@ class ForwardConsumer {
   using TileQ = typename Traits::TileQ;
   using TileK = typename Traits::TileK;
   using TileV = typename Traits::TileV;
+  // Every block of a mask may hide something; and who asks for ALiBi with softcap or a window waits less long for the compiler.
+  static constexpr bool kAlwaysMasked = Config::kMask || (Config::kAlibi && (Config::kSoftcap || Config::kLeft));
 
  public:
   __device__ __forceinline__ ForwardConsumer(const ForwardSm90Params& params, const Traits& shared, int warpgroup)
@@ -106,11 +108,12 @@ class ForwardConsumer {
     softmax_.start(probabilities_, scores_, scale);
     clear(out_);
     --block_;
-    if constexpr (Traits::kHoles || Config::kLeft) {
+    if constexpr (kAlwaysMasked) {
+      for (; block_ >= blocks.first; --block_) step<true>(tile);
+    } else if constexpr (Traits::kHoles || Config::kLeft) {
       while (block_ >= blocks.first) {
         for (; block_ >= blocks.first && !blocks.whole(block_); --block_) step<true>(tile);
-        if constexpr (!Config::kMask)  // of which a block may always hide something
-          for (; block_ >= blocks.first && blocks.whole(block_); --block_) step<false>(tile);
+        for (; block_ >= blocks.first && blocks.whole(block_); --block_) step<false>(tile);
       }
     } else {
       if constexpr (Config::kCausal)
