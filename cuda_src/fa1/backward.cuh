@@ -88,20 +88,13 @@ class Fa1Backward {
     return visit;
   }
 
-  // Line 19 for all rows, once: D = rowsum(dO o O), less the gradient that lse itself has. Eight lanes a row.
+  // Line 19 for all rows, once: D = rowsum(dO o O), less the gradient that lse itself has.
   __device__ __forceinline__ void compute_delta() const {
-    constexpr int kLanes = 8, kRows = Traits::kThreads / kLanes;
     for (int head = first_head_; head < end_head_; ++head) {
       const Element* dout = seqlen_.template rows<Element>(params_.dout, seqlen_.first_q, head);
       const Element* out = seqlen_.template rows<Element>(params_.out, seqlen_.first_q, head);
       const int64 number = seqlen_.batch * params_.lse_batch_stride + head * params_.lse_head_stride + seqlen_.first_q;
-      for (int first = 0; first < seqlen_.seqlen_q; first += kRows) {
-        const int row = first + thread_id() / kLanes;
-        const bool exists = row < seqlen_.seqlen_q;
-        const float sum = row_product<Config::kVector, kLanes>(
-            dout + row * params_.dout.row_stride, out + row * params_.out.row_stride, exists ? params_.head_dim_v : 0);
-        if (exists && lane_id() % kLanes == 0) store_delta(params_, number + row, sum);
-      }
+      compute_deltas<Config, 4>(params_, dout, out, number, seqlen_.seqlen_q, seqlen_.seqlen_q, [](int, float, float) {});
     }
     sync_threads();
   }

@@ -79,25 +79,40 @@ struct BackwardTraits {
   }
 };
 
-// Loads a row block of q and dout with lse and delta.
+// Where a row block lies, and its part of shared memory.
 template <typename Config>
-__device__ __forceinline__ void load_row_block(const BackwardTraits<Config>& shared, const AttentionParams& params,
-                                               const SeqlenInfo& seqlen, RowStep step, int stage) {
+struct RowBlockLoader {
   using Traits = BackwardTraits<Config>;
   using Element = typename Config::Element;
-  const int first_row = step.m_block * Config::kBlockM;
-  const RowRange rows{0, seqlen.seqlen_q - first_row};
-  const int64 first = seqlen.first_q + first_row;
-  load_tile<Config::kVector, Traits::kThreads>(shared.q(stage), seqlen.template rows<Element>(params.q, first, step.head),
-                                               params.q.row_stride, rows, params.head_dim);
-  load_tile<Config::kVector, Traits::kThreads>(shared.dout(stage), seqlen.template rows<Element>(params.dout, first, step.head),
-                                               params.dout.row_stride, rows, params.head_dim_v);
-  const int64 statistics = seqlen.batch * params.lse_batch_stride + step.head * params.lse_head_stride + first;
-  for (int row = thread_id(); row < Config::kBlockM; row += Traits::kThreads) {
-    copy_async_word(shared.lse(stage) + row * 4, params.lse + statistics + row, row < rows.end);
-    copy_async_word(shared.delta(stage) + row * 4, params.delta + statistics + row, row < rows.end);
+
+  const Traits& shared;
+  const AttentionParams& params;
+  const SeqlenInfo& seqlen;
+
+  __device__ __forceinline__ void q_and_lse(RowStep step, int stage) const {
+    load_rows(shared.q(stage), params.q, step, params.head_dim);
+    load_statistics(shared.lse(stage), params.lse, step);
   }
-}
+  __device__ __forceinline__ void dout_and_delta(RowStep step, int stage) const {
+    load_rows(shared.dout(stage), params.dout, step, params.head_dim_v);
+    load_statistics(shared.delta(stage), params.delta, step);
+  }
+
+ private:
+  __device__ __forceinline__ int64 first(RowStep step) const { return seqlen.first_q + step.m_block * Config::kBlockM; }
+  __device__ __forceinline__ int count(RowStep step) const { return seqlen.seqlen_q - step.m_block * Config::kBlockM; }
+
+  template <typename Tile, typename Rows>
+  __device__ __forceinline__ void load_rows(Tile tile, const Rows& rows, RowStep step, int columns) const {
+    load_tile<Config::kVector, Traits::kThreads>(tile, seqlen.template rows<Element>(rows, first(step), step.head),
+                                                 rows.row_stride, RowRange{0, count(step)}, columns);
+  }
+  __device__ __forceinline__ void load_statistics(SharedPtr target, const float* source, RowStep step) const {
+    source += seqlen.batch * params.lse_batch_stride + step.head * params.lse_head_stride + first(step);
+    for (int row = thread_id(); row < Config::kBlockM; row += Traits::kThreads)
+      copy_async_word(target + row * 4, source + row, row < count(step));
+  }
+};
 
 template <int kRows>
 __device__ __forceinline__ void load_statistics(float (&values)[kRows], SharedPtr rows, int first_row) {
@@ -112,6 +127,7 @@ __device__ __forceinline__ void backward_tile(const AttentionParams& params, con
   using Element = typename Traits::Element;
   using Multiply = typename Config::Multiply;
   constexpr int kM = Traits::kM, kN = Traits::kN;
+  constexpr bool kOneStage = Config::kStages == 1;
   const Traits shared;
   shared.mark_gaps();
   const int warp = warp_id();
@@ -131,18 +147,22 @@ __device__ __forceinline__ void backward_tile(const AttentionParams& params, con
       shared.v(), seqlen.template rows<Element>(params.v, seqlen.first_k, head_k) + first_key * params.v.row_stride,
       params.v.row_stride, key_range, params.head_dim_v);
   RowStep step = walk.next();
-  if (step.exists()) load_row_block<Config>(shared, params, seqlen, step, 0);
+  const RowBlockLoader<Config> load{shared, params, seqlen};
+  if (step.exists()) load.q_and_lse(step, 0);
+  copy_async_commit();
+  if (step.exists()) load.dout_and_delta(step, 0);
   copy_async_commit();
 
   float dk[Traits::kKeyM][Traits::kKeyN][4], dv[Traits::kKeyM][Traits::kKeyNV][4];
   clear(dk);
   clear(dv);
   for (int stage = 0; step.exists(); stage = (stage + 1) % Config::kStages) {
-    copy_async_wait<0>();
-    sync_threads();  // the row block has come, and every warp has left the one before
+    copy_async_wait<kOneStage ? 1 : 0>();
+    sync_threads();  // the row block has come (of one stage: its q), and every warp has left the one before
     const RowStep next = walk.next();
-    if (Config::kStages > 1) {
-      if (next.exists()) load_row_block<Config>(shared, params, seqlen, next, (stage + 1) % Config::kStages);
+    if constexpr (!kOneStage) {
+      if (next.exists()) load.q_and_lse(next, (stage + 1) % Config::kStages);
+      if (next.exists()) load.dout_and_delta(next, (stage + 1) % Config::kStages);
       copy_async_commit();
     }
 
@@ -162,6 +182,10 @@ __device__ __forceinline__ void backward_tile(const AttentionParams& params, con
       return StatisticRows{first_of_head + first_row, seqlen.seqlen_q - first_row};
     });
 
+    if constexpr (kOneStage) {
+      copy_async_wait<0>();
+      sync_threads();  // its dout, too
+    }
     float ds[kM][kN][4];
     gemm_transposed<Multiply>(ds, shared.dout(stage), score_row, shared.v(), score_key);
     load_statistics(statistics, shared.delta(stage), score_row);
@@ -170,30 +194,50 @@ __device__ __forceinline__ void backward_tile(const AttentionParams& params, con
     store_accumulator(shared.ds(), score_row, ds, score_key);
     sync_threads();  // p and ds are whole
 
-    gemm_shared<Multiply, Traits::kColumnWarps>(
-        dv, shared.dout(stage), chunk * Traits::kWidthV + grad_column,
-        [&](uint32(&a)[4], int i, int k) { load_factor_columns(a, shared.p(), k, grad_key, 16 * i); }, [](int, uint32(&)[2]) {});
-    if constexpr (Config::kAccumulateDq) {
-      const DqTile<Config> dq_tile(params, seqlen, step.m_block, step.head, entry, chunk);
-      float dq[DqTile<Config>::kM][DqTile<Config>::kN][4];
-      clear(dq);
+    auto multiply_dv = [&] {
+      gemm_shared<Multiply, Traits::kColumnWarps>(
+          dv, shared.dout(stage), chunk * Traits::kWidthV + grad_column,
+          [&](uint32(&a)[4], int i, int k) { load_factor_columns(a, shared.p(), k, grad_key, 16 * i); },
+          [](int, uint32(&)[2]) {});
+    };
+    auto multiply_dk = [&] {
+      gemm_shared<Multiply, Traits::kColumnWarps>(
+          dk, shared.q(stage), chunk * Traits::kWidth + grad_column,
+          [&](uint32(&a)[4], int i, int k) { load_factor_columns(a, shared.ds(), k, grad_key, 16 * i); },
+          [](int, uint32(&)[2]) {});
+    };
+    auto add_dq = [&] {
+      if constexpr (!Config::kAccumulateDq) return;
+      using Dq = DqTile<Config>;
+      const Dq sums(params, seqlen, step.m_block, step.head, entry, chunk);
       const uint32 seen = kHasHoles<Config> ? walk.seen(shared.seen()) : 0;
-      gemm_shared<Multiply, DqTile<Config>::kColumnWarps>(
-          dq, shared.k(), chunk * Traits::kWidth + dq_tile.first_column(),
-          [&](uint32(&a)[4], int i, int k) { load_factor_rows(a, shared.ds(), dq_tile.first_row(), 16 * i, k); },
-          [&](int k, uint32(&words)[2]) {
-            if constexpr (kHasHoles<Config>) keep_columns<Element>(seen, k, words);
-          });
-      dq_tile.add(dq);
-    }
-    gemm_shared<Multiply, Traits::kColumnWarps>(
-        dk, shared.q(stage), chunk * Traits::kWidth + grad_column,
-        [&](uint32(&a)[4], int i, int k) { load_factor_columns(a, shared.ds(), k, grad_key, 16 * i); }, [](int, uint32(&)[2]) {});
-
-    if (Config::kStages == 1 && next.exists()) {
-      sync_threads();
-      load_row_block<Config>(shared, params, seqlen, next, 0);
+#pragma unroll
+      for (int part = 0; part < Dq::kParts; ++part) {
+        float dq[Dq::kM][Dq::kN][4];
+        clear(dq);
+        gemm_shared<Multiply, Dq::kColumnWarps>(
+            dq, shared.k(), chunk * Traits::kWidth + sums.first_column(part),
+            [&](uint32(&a)[4], int i, int k) { load_factor_rows(a, shared.ds(), sums.first_row(), 16 * i, k); },
+            [&](int k, uint32(&words)[2]) {
+              if constexpr (kHasHoles<Config>) keep_columns<Element>(seen, k, words);
+            });
+        sums.add(part, dq);
+      }
+    };
+    if constexpr (kOneStage) {  // the next rows come while what no longer needs their places is multiplied
+      multiply_dk();
+      sync_threads();  // every warp has left q
+      if (next.exists()) load.q_and_lse(next, 0);
       copy_async_commit();
+      multiply_dv();
+      sync_threads();  // every warp has left dout
+      if (next.exists()) load.dout_and_delta(next, 0);
+      copy_async_commit();
+      add_dq();
+    } else {
+      multiply_dv();
+      add_dq();
+      multiply_dk();
     }
     step = next;
   }

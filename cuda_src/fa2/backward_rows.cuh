@@ -18,7 +18,7 @@ namespace hfc {
 template <typename Config>
 __device__ __forceinline__ void fa2_backward_prepare(const AttentionParams& params) {
   using Element = typename Config::Element;
-  constexpr int kLanes = 8, kRowsPerPass = Config::kNumWarps * kWarpSize / kLanes;
+  constexpr int kRows = max(1, min(4, Config::kBlockM * kDeltaLanes / (Config::kNumWarps * kWarpSize)));
   const WorkTile work = row_work_tile<Config>(params);
   if (work.m_block < 0) return;
   const SeqlenInfo seqlen(params, work.entry);
@@ -31,14 +31,8 @@ __device__ __forceinline__ void fa2_backward_prepare(const AttentionParams& para
   const Element* dout = seqlen.template rows<Element>(params.dout, first, work.head);
   const Element* out = seqlen.template rows<Element>(params.out, first, work.head);
   const int64 statistics = seqlen.batch * params.lse_batch_stride + work.head * params.lse_head_stride + first;
-#pragma unroll 2
-  for (int pass = 0; pass < Config::kBlockM; pass += kRowsPerPass) {
-    const int row = pass + thread_id() / kLanes;
-    const bool exists = row < Config::kBlockM && first_row + row < seqlen.seqlen_q;
-    const float sum = row_product<Config::kVector, kLanes>(dout + row * params.dout.row_stride, out + row * params.out.row_stride,
-                                                           exists ? params.head_dim_v : 0);
-    if (exists && lane_id() % kLanes == 0) store_delta(params, statistics + row, sum);
-  }
+  compute_deltas<Config, kRows>(params, dout, out, statistics, Config::kBlockM, seqlen.seqlen_q - first_row,
+                                [](int, float, float) {});
 }
 
 // dq in the element type from its sums.
@@ -52,9 +46,12 @@ __device__ __forceinline__ void fa2_backward_finish(const AttentionParams& param
   const SharedTile<Element, Config::kBlockM, Config::kHeadDim> tile{shared_base()};
   static_assert(tile.kBytes == Config::kSharedBytes, "fa2_backward.py and this plan disagree");
   for (int chunk = 0; chunk < Config::kChunks; ++chunk) {
-    float dq[Dq::kM][Dq::kN][4];
-    Dq(params, seqlen, work.m_block, work.head, work.entry, chunk).load(dq);
-    store_accumulator<Dq::kColumnWarps>(tile, Dq::first_row(), dq, chunk * Dq::kWidth + Dq::first_column());
+    const Dq sums(params, seqlen, work.m_block, work.head, work.entry, chunk);
+    for (int part = 0; part < Dq::kParts; ++part) {
+      float dq[Dq::kM][Dq::kN][4];
+      sums.load(part, dq);
+      store_accumulator<Dq::kColumnWarps>(tile, Dq::first_row(), dq, chunk * Dq::kWidth + Dq::first_column(part));
+    }
   }
   sync_threads();
   const int first_row = work.m_block * Config::kBlockM;

@@ -11,14 +11,27 @@
 
 namespace hfc {
 
+// What the products of row `row` of a block start from; returns whether its lse is_large(). `index`: its place in lse's layout.
+template <typename Config>
+__device__ __forceinline__ bool note_row(const AttentionParams& params, float* starts, int row, int64 index, float lse,
+                                         float delta) {
+  using Statistics = RowStatistics<Config::kBlockM>;
+  const bool large = is_large<typename Config::Element>(lse);
+  const bool sees_none = lse == bits_float(0xff800000u);
+  starts[Statistics::kScoreStarts / 4 + row] = large ? 0.0f : sees_none ? lse : -(lse * (1.0f / kLn2)) / params.score_scale_log2;
+  starts[Statistics::kDpStarts / 4 + row] = -delta;
+  starts[Statistics::kMaxima / 4 + row] = large ? params.row_max[index] : 0.0f;
+  starts[Statistics::kMaxima / 4 + Config::kBlockM + row] = large ? natural_log(params.row_sum[index]) * (1.0f / kLn2) : 0.0f;
+  return large;
+}
+
 // Algorithm 2, lines 3 and 4: dq's sums start at 0; delta = rowsum(dout * out), less the gradient that lse itself has. And what the
 // products of the row block start from; with kIntervals, the keys that its rows see.
 template <typename Config>
 __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Params& launch) {
   using Element = typename Config::Element;
   using Statistics = RowStatistics<Config::kBlockM>;
-  constexpr int kLanes = 8, kRowsPerPass = Config::kNumWarps * kWarpSize / kLanes;
-  static_assert(Config::kNumWarps == 4 && Config::kBlockM % kRowsPerPass == 0, "a word of kLarge a warp");
+  static_assert(Config::kNumWarps == 4, "a word of kLarge a warp");
   const AttentionParams& params = launch.attention;
   const WorkTile work = row_work_tile<Config>(params);
   if (work.m_block < 0) return;
@@ -47,29 +60,10 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
   const Element* out = seqlen.template rows<Element>(params.out, first_row, work.head);
   const int64 statistics = work.entry * params.lse_batch_stride + work.head * params.lse_head_stride + first_row;
   bool some_large = false;
-#pragma unroll 2
-  for (int row = thread_id() / kLanes; row < Config::kBlockM; row += kRowsPerPass) {
-    const bool exists = first_row + row < params.seqlen_q;
-    const float sum = row_product<Config::kVector, kLanes>(dout + row * params.dout.row_stride, out + row * params.out.row_stride,
-                                                           exists ? params.head_dim_v : 0);
-    if (lane_id() % kLanes != 0) continue;
-    float lse = bits_float(0xff800000u), delta = 0.0f;  // -inf
-    if (exists) {
-      store_delta(params, statistics + row, sum);
-      lse = params.lse[statistics + row];
-      delta = params.delta[statistics + row];
-    }
-    const bool large = is_large<Element>(lse);
-    some_large |= large;
-    const bool sees_none = lse == bits_float(0xff800000u);
-    starts[Statistics::kScoreStarts / 4 + row] = large       ? 0.0f
-                                                 : sees_none ? lse
-                                                             : -(lse * (1.0f / kLn2)) / params.score_scale_log2;
-    starts[Statistics::kDpStarts / 4 + row] = -delta;
-    starts[Statistics::kMaxima / 4 + row] = large ? params.row_max[statistics + row] : 0.0f;
-    starts[Statistics::kMaxima / 4 + Config::kBlockM + row] =
-        large ? natural_log(params.row_sum[statistics + row]) * (1.0f / kLn2) : 0.0f;
-  }
+  compute_deltas<Config, 4>(params, dout, out, statistics, Config::kBlockM, params.seqlen_q - first_row,
+                            [&](int row, float lse, float delta) {
+                              some_large |= note_row<Config>(params, starts, row, statistics + row, lse, delta);
+                            });
   some_large = warp_any(some_large);
   if (lane_id() == 0) starts[Statistics::kLarge / 4 + warp_id()] = bits_float(some_large);
 }

@@ -11,7 +11,7 @@
 namespace hfc {
 
 // The tile of one row block, or one of its kChunks parts by columns: a warp owns kM m-tiles and every kColumnWarps-th pair of
-// n-tiles.
+// n-tiles. What would take too many registers is multiplied in kParts by columns, kN n-tiles each.
 template <typename Config>
 struct DqTile {
   static constexpr int kThreads = Config::kNumWarps * kWarpSize;
@@ -19,8 +19,12 @@ struct DqTile {
   static constexpr int kElements = Config::kBlockM * kWidth;
   static constexpr int kColumnWarps = Config::kNumWarps / Config::kRowWarps;
   static constexpr int kM = Config::kBlockM / Config::kRowWarps / 16;
-  static constexpr int kN = kWidth / kColumnWarps / 8;
-  static_assert(kM * 16 * Config::kRowWarps == Config::kBlockM && kN * 8 * kColumnWarps == kWidth && kN % 2 == 0);
+  static constexpr int kAllN = kWidth / kColumnWarps / 8;
+  static constexpr int kMost = kWidth > 128 ? 32 : 64;  // registers of a lane: dk and dv leave fewer beside wide rows
+  static constexpr int kParts = kM * kAllN * 4 > kMost ? kM * kAllN * 4 / kMost : 1;
+  static constexpr int kN = kAllN / kParts;
+  static_assert(kM * 16 * Config::kRowWarps == Config::kBlockM && kAllN * 8 * kColumnWarps == kWidth);
+  static_assert(kN % 2 == 0 && kN * kParts == kAllN);
 
   float* data;
 
@@ -35,19 +39,20 @@ struct DqTile {
   }
 
   __device__ __forceinline__ static int first_row() { return warp_id() / kColumnWarps * kM * 16; }
-  __device__ __forceinline__ static int first_column() { return warp_id() % kColumnWarps * 16; }
+  __device__ __forceinline__ static int first_column(int part) {
+    return part * (kWidth / kParts) + warp_id() % kColumnWarps * 16;
+  }
 
-  // Visits every group of kReduceWidth values of this thread: visit(address, values...).
-  __device__ __forceinline__ void add(const float (&values)[kM][kN][4]) const {
-    for_each([&](float* target, int i, int j, int e) {
+  __device__ __forceinline__ void add(int part, const float (&values)[kM][kN][4]) const {
+    for_each(part, [&](float* target, int i, int j, int e) {
       float group[kReduceWidth];
 #pragma unroll
       for (int x = 0; x < kReduceWidth; ++x) group[x] = values[i][j][e + x];
       reduce_add(target, group);
     });
   }
-  __device__ __forceinline__ void load(float (&values)[kM][kN][4]) const {
-    for_each([&](float* source, int i, int j, int e) {
+  __device__ __forceinline__ void load(int part, float (&values)[kM][kN][4]) const {
+    for_each(part, [&](float* source, int i, int j, int e) {
 #pragma unroll
       for (int x = 0; x < kReduceWidth; ++x) values[i][j][e + x] = source[x];
     });
@@ -57,9 +62,10 @@ struct DqTile {
   }
 
  private:
+  // Visits every group of kReduceWidth values of this thread.
   template <typename Visit>
-  __device__ __forceinline__ void for_each(Visit visit) const {
-    float* address = data + thread_id() * kReduceWidth;
+  __device__ __forceinline__ void for_each(int part, Visit visit) const {
+    float* address = data + part * (kElements / kParts) + thread_id() * kReduceWidth;
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
