@@ -16,6 +16,7 @@
 #pragma once
 
 #include "fa2/backward_sm90_consumer.cuh"
+#include "fa2/backward_sm90_pair.cuh"
 #include "fa2/backward_sm90_producer.cuh"
 
 namespace hfc {
@@ -37,7 +38,12 @@ __device__ __forceinline__ void fa2_backward_sm90(const BackwardSm90Params& para
     if (warp == 1 || warp == 2) add_dq<Config>(params, shared, keys, warp - 1);
   } else {
     increase_registers<Config::kComputeRegisters>();
-    BackwardConsumer<Config>(params, shared, keys, warpgroup - 1).run();
+    if constexpr (!shared.kSharesKeys)
+      BackwardConsumer<Config>(params, shared, keys, warpgroup - 1).run();
+    else if (warpgroup == 1)
+      BackwardPairConsumer<Config, true>(params, shared, keys, 0).run();
+    else
+      BackwardPairConsumer<Config, false>(params, shared, keys, 1).run();
   }
 }
 
