@@ -70,7 +70,7 @@ def shared_bytes(head_dim: int) -> int:
     barriers = 2 + 2 * (_ROW_SLOTS + dout_slots) + ds_slots + 2 * 2
     if shares_keys:
         dq += block_m * block_n * 4  # and P
-        barriers += ds_slots + 2
+        barriers += ds_slots + 1
     return _SLACK + keys_and_values + rows + ds + dq + statistics + 8 * barriers
 
 

@@ -21,12 +21,12 @@ namespace hfc {
 template <typename Config>
 class BackwardConsumer : BackwardWarpgroup<Config> {
   using Base = BackwardWarpgroup<Config>;
-  using typename Base::Element, typename Base::Operand, typename Base::Scores, typename Base::Statistics, typename Base::TileK,
-      typename Base::Traits;
   using Base::become_probabilities, Base::finish_dq, Base::multiply_columns, Base::multiply_dq, Base::multiply_rows, Base::pack,
       Base::release, Base::share_zeros, Base::stage, Base::start_by_parts, Base::start_from, Base::start_scores, Base::write_ds;
   using Base::ds_slots_, Base::large_, Base::launch_, Base::params_, Base::row_slots_, Base::rows_, Base::shared_,
       Base::warpgroup_;
+  using typename Base::Element, typename Base::Operand, typename Base::Scores, typename Base::Statistics, typename Base::TileK,
+      typename Base::Traits;
   // Beside dk += dS Q there are registers for the starts of S and dP; of longer row blocks only for those of S.
   static constexpr bool kBothEarly = Config::kBlockM <= 64;
 

@@ -23,12 +23,12 @@ namespace hfc {
 template <typename Config, bool kHasScores>
 class BackwardPairConsumer : BackwardWarpgroup<Config> {
   using Base = BackwardWarpgroup<Config>;
-  using typename Base::Element, typename Base::Operand, typename Base::Scores, typename Base::Statistics, typename Base::TileK,
-      typename Base::Traits;
   using Base::become_probabilities, Base::finish_dq, Base::multiply_columns, Base::multiply_dq, Base::multiply_rows, Base::pack,
       Base::release, Base::share_zeros, Base::stage, Base::start_by_parts, Base::start_from, Base::start_scores, Base::write_ds;
   using Base::ds_slots_, Base::large_, Base::launch_, Base::params_, Base::row_slots_, Base::rows_, Base::shared_,
       Base::warpgroup_, Base::kN;
+  using typename Base::Element, typename Base::Operand, typename Base::Scores, typename Base::Statistics, typename Base::TileK,
+      typename Base::Traits;
   static_assert(Traits::kSharesKeys && Traits::kDqParts == 2 && Traits::kDoutSlots == 1);
 
  public:
@@ -85,7 +85,9 @@ class BackwardPairConsumer : BackwardWarpgroup<Config> {
   }
 
   // The first warpgroup's scores are over the columns of q, and dv over the rows of dO; the second's dP and dk the other way round.
-  __device__ __forceinline__ static int rows_offset(int slot) { return kHasScores ? Traits::q_offset(slot) : Traits::dout_offset(0); }
+  __device__ __forceinline__ static int rows_offset(int slot) {
+    return kHasScores ? Traits::q_offset(slot) : Traits::dout_offset(0);
+  }
   __device__ __forceinline__ static int columns_offset(int slot) {
     return kHasScores ? Traits::dout_offset(0) : Traits::q_offset(slot);
   }
@@ -107,14 +109,13 @@ class BackwardPairConsumer : BackwardWarpgroup<Config> {
   __device__ __forceinline__ SharedPtr place_of_p(int j) const {
     return shared_.p() + in_place(thread_id()) % kWarpgroupSize * 16 + j * (kWarpgroupSize * 16);
   }
-  // S is there: it becomes P, which the second warpgroup is given; dO will be wanted.
+  // S is there: it becomes P, which the second warpgroup is given; dO will be wanted. The P before has been read: dS(i-1) is there.
   __device__ __forceinline__ void share_p(Operand& p, int slot) {
     release(shared_.q_released(slot));
     become_probabilities(products_);
-    mbarrier_wait(shared_.p_read(), Traits::single_parity(row_slots_) ^ 1);
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
-      const float(&four)[4] = products_[0][j];
+      const float (&four)[4] = products_[0][j];
       store_shared(place_of_p(j), Chunk{{float_bits(four[0]), float_bits(four[1]), float_bits(four[2]), float_bits(four[3])}});
     }
     release(shared_.p_written());
@@ -134,7 +135,6 @@ class BackwardPairConsumer : BackwardWarpgroup<Config> {
         if constexpr (kScalesDs<Element>) products_[0][j][e] *= params_.softmax_scale;
       }
     }
-    release(shared_.p_read());
     pack(ds, products_[0]);
     const int slot = ds_slots_.slot();
     mbarrier_wait(shared_.ds_read(slot), ds_slots_.parity() ^ 1);

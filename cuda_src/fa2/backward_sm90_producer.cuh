@@ -73,7 +73,8 @@ __device__ __forceinline__ void add_dq(const BackwardSm90Params& params, Backwar
       ring.advance();
       if (i > 0) {
         if (acts<Config>()) {
-          bulk_add(params.attention.dq_accum + Traits::dq_place(rows.place(), warpgroup, part), shared.dq(warpgroup), Traits::kDqBytes);
+          bulk_add(params.attention.dq_accum + Traits::dq_place(rows.place(), warpgroup, part), shared.dq(warpgroup),
+                   Traits::kDqBytes);
           tma_store_commit();
           tma_store_wait_read();
         }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
   if (lane_id() == 0) starts[Statistics::kLarge / 4 + warp_id()] = bits_float(some_large);
 }
 
-// dq in the element type from its sums, which lie as BackwardConsumer::stage() had them: transposed accumulators.
+// dq in the element type from its sums, which lie as BackwardWarpgroup::stage() had them: transposed accumulators.
 template <typename Config>
 __device__ __forceinline__ void fa2_backward_sm90_finish(const BackwardSm90Params& launch) {
   using Element = typename Config::Element;
@@ -98,8 +98,7 @@ __device__ __forceinline__ void fa2_backward_sm90_finish(const BackwardSm90Param
 #pragma unroll
       for (int e = 0; e < 4; ++e) dq[j][e] = bits_float(four.words[e]) * scale;
     }
-    const int panel = Traits::kDqPanels == 1 ? 0 : warpgroup * Traits::kDqParts + part;
-    const int first_row = Traits::kDqPanels == 1 ? warpgroup * Traits::kDqRows : 0;
+    const int panel = Traits::dq_panel(warpgroup, part), first_row = Traits::dq_first_row(warpgroup);
     const SharedPtr place = transposed_place(tile.base + (panel * TileQ::kPanelBytes + first_row * kPanelRowBytes), warp);
 #pragma unroll
     for (int k = 0; k < Traits::kNQ / 2; ++k) {

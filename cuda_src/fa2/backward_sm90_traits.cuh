@@ -77,8 +77,8 @@ constexpr bool kScalesDs = is_same<Element, fp16>::value;
 // Events, one barrier a slot; who waits | who arrives:
 //   k_loaded, v_loaded   consumers           | the copy engine
 //   q_loaded             consumers           | the copy engine, twice: rows, and statistics
-//   dout_loaded          consumers           | the copy engine, twice
 //   q_released           the loader          | each warp of the consumers
+//   dout_loaded          consumers           | the copy engine, twice
 //   dout_released        the loader          | each warp of the consumers
 //   ds_written           consumers           | each warp of the consumers that write it
 //   dq_staged            the group's adder   | the 4 warps of a warpgroup
@@ -86,7 +86,6 @@ constexpr bool kScalesDs = is_same<Element, fp16>::value;
 // and with kSharesKeys
 //   ds_read              who has dk          | each warp of the consumers
 //   p_written            who has dk          | the 4 warps of who has dv
-//   p_read               who has dv          | the 4 warps of who has dk
 template <typename Config>
 struct BackwardSm90Traits {
   using Element = typename Config::Element;
@@ -99,7 +98,7 @@ struct BackwardSm90Traits {
   using RowRing = Ring<kRowSlots>;
   // dq is multiplied a step late, and a warpgroup may be that much ahead of the other.
   static constexpr int kDsSlots = kSharesKeys ? 2 : 3;
-  static constexpr int kN = Config::kBlockM / 8;   // n-tiles of S and dP, whose columns are rows
+  static constexpr int kN = Config::kBlockM / 8;    // n-tiles of S and dP, whose columns are rows
   static constexpr int kND = Config::kHeadDim / 8;  // n-tiles of dk and dv
   // dq is computed transposed as well: a warpgroup has 64 of its columns at a time, or where there are no more half of the rows.
   static constexpr int kDqPanels = Config::kHeadDim / kPanelColumns;
@@ -116,7 +115,7 @@ struct BackwardSm90Traits {
   using Statistics = RowStatistics<Config::kBlockM>;
 
   static constexpr int kAlignment = 1024;  // of the swizzle's pattern
-  static constexpr int kSlack = 768;       // shared memory begins at a multiple of 256
+  static constexpr int kSlack = 768;  // shared memory begins at a multiple of 256
   static constexpr int kK = 0;
   static constexpr int kV = kK + TileK::kBytes;
   static constexpr int kQ = kV + TileK::kBytes;
@@ -128,10 +127,13 @@ struct BackwardSm90Traits {
   static constexpr int kDqBytes = Config::kBlockM * Config::kHeadDim * 4 / (kWarpgroups * kDqParts);  // of a warpgroup's part
   static constexpr int kStatistics = kDq + kWarpgroups * kDqBytes;
   static constexpr int kBarriers = kStatistics + kRowSlots * Statistics::kSharedBytes;
-  static constexpr int kDoutReleased = 2 + 2 * kRowSlots + kDoutSlots, kDsWritten = kDoutReleased + kDoutSlots;  // barriers
-  static constexpr int kDqStaged = kDsWritten + kDsSlots, kDsRead = kDqStaged + 2 * kWarpgroups;
-  static constexpr int kPWritten = kDsRead + (kSharesKeys ? kDsSlots : 0);
-  static constexpr int kNumBarriers = kPWritten + (kSharesKeys ? 2 : 0);
+  // Barriers, in the order of the events.
+  static constexpr int kQLoaded = 2, kQReleased = kQLoaded + kRowSlots;
+  static constexpr int kDoutLoaded = kQReleased + kRowSlots, kDoutReleased = kDoutLoaded + kDoutSlots;
+  static constexpr int kDsWritten = kDoutReleased + kDoutSlots;
+  static constexpr int kDqStaged = kDsWritten + kDsSlots, kDqRead = kDqStaged + kWarpgroups;
+  static constexpr int kDsRead = kDqRead + kWarpgroups, kPWritten = kDsRead + (kSharesKeys ? kDsSlots : 0);
+  static constexpr int kNumBarriers = kPWritten + (kSharesKeys ? 1 : 0);
   static constexpr int kSharedBytes = kSlack + kBarriers + 8 * kNumBarriers;
 
   // Of what has one place, in which every block ends a round: rounds alternate as q's slots do.
@@ -158,23 +160,27 @@ struct BackwardSm90Traits {
     return base + (kStatistics + slot * Statistics::kSharedBytes);
   }
 
-  // Of a part of the dq of the row block at `place`, in floats.
+  // Which columns of dq a warpgroup's part has, and from which row on.
+  __device__ __forceinline__ static int dq_panel(int warpgroup, int part) {
+    return kDqPanels == 1 ? 0 : warpgroup * kDqParts + part;
+  }
+  __device__ __forceinline__ static int dq_first_row(int warpgroup) { return kDqPanels == 1 ? warpgroup * kDqRows : 0; }
+  // Where it lies in the sums in device memory, for the row block at `place`; in floats.
   __device__ __forceinline__ static int64 dq_place(int64 place, int warpgroup, int part) {
     return ((place * kWarpgroups + warpgroup) * kDqParts + part) * (kDqBytes / 4);
   }
 
   __device__ __forceinline__ SharedPtr k_loaded() const { return barrier(0); }
   __device__ __forceinline__ SharedPtr v_loaded() const { return barrier(1); }
-  __device__ __forceinline__ SharedPtr q_loaded(int slot) const { return barrier(2 + slot); }
-  __device__ __forceinline__ SharedPtr q_released(int slot) const { return barrier(2 + kRowSlots + slot); }
-  __device__ __forceinline__ SharedPtr dout_loaded(int slot) const { return barrier(2 + 2 * kRowSlots + slot); }
+  __device__ __forceinline__ SharedPtr q_loaded(int slot) const { return barrier(kQLoaded + slot); }
+  __device__ __forceinline__ SharedPtr q_released(int slot) const { return barrier(kQReleased + slot); }
+  __device__ __forceinline__ SharedPtr dout_loaded(int slot) const { return barrier(kDoutLoaded + slot); }
   __device__ __forceinline__ SharedPtr dout_released(int slot) const { return barrier(kDoutReleased + slot); }
   __device__ __forceinline__ SharedPtr ds_written(int slot) const { return barrier(kDsWritten + slot); }
   __device__ __forceinline__ SharedPtr dq_staged(int warpgroup) const { return barrier(kDqStaged + warpgroup); }
-  __device__ __forceinline__ SharedPtr dq_read(int warpgroup) const { return barrier(kDqStaged + kWarpgroups + warpgroup); }
+  __device__ __forceinline__ SharedPtr dq_read(int warpgroup) const { return barrier(kDqRead + warpgroup); }
   __device__ __forceinline__ SharedPtr ds_read(int slot) const { return barrier(kDsRead + slot); }
   __device__ __forceinline__ SharedPtr p_written() const { return barrier(kPWritten); }
-  __device__ __forceinline__ SharedPtr p_read() const { return barrier(kPWritten + 1); }
 
   // One thread calls, before any other uses a barrier.
   __device__ __forceinline__ void init_barriers() const {
@@ -194,7 +200,6 @@ struct BackwardSm90Traits {
     if constexpr (kSharesKeys) {
       for (int slot = 0; slot < kDsSlots; ++slot) mbarrier_init(ds_read(slot), kWarps);
       mbarrier_init(p_written(), 4);
-      mbarrier_init(p_read(), 4);
     }
     fence_mbarrier_init();
     fence_async_proxy();

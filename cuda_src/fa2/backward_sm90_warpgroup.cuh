@@ -1,5 +1,6 @@
-// What every computing warpgroup of the Hopper backward has: its operands in shared memory, the parts of a step that do not depend
-// on which gradients it keeps, and dq's way out of its registers.
+// What every computing warpgroup of the Hopper backward has, whichever gradients it keeps: its operands in shared memory, the five
+// products, what becomes of scores, and dq's way out of the registers. backward_sm90_consumer.cuh and backward_sm90_pair.cuh put
+// them in order.
 #pragma once
 
 #include "attn/gradient.cuh"
@@ -97,10 +98,8 @@ class BackwardWarpgroup {
 
   // dq^T = K^T dS^T, of the dS in `slot`: 64 columns, kDqRows rows.
   __device__ __forceinline__ void multiply_dq(float (&dq)[Traits::kNQ][4], int slot, int part = 0) const {
-    const int panel = Traits::kDqPanels == 1 ? 0 : warpgroup_ * Traits::kDqParts + part;
-    const int first_row = Traits::kDqPanels == 1 ? warpgroup_ * Traits::kDqRows : 0;
-    const int64 keys = operand(Traits::kK + panel * TileK::kPanelBytes);
-    const int64 ds = operand(Traits::ds_offset(slot) + first_row * kPanelRowBytes);
+    const int64 keys = operand(Traits::kK + Traits::dq_panel(warpgroup_, part) * TileK::kPanelBytes);
+    const int64 ds = operand(Traits::ds_offset(slot) + Traits::dq_first_row(warpgroup_) * kPanelRowBytes);
     wgmma_fence();
     wgmma_columns<Element, false>(dq, keys, ds);
 #pragma unroll
@@ -109,6 +108,7 @@ class BackwardWarpgroup {
                                    ds + (step / 4 * (TileDs::kPanelBytes >> 4) + step % 4 * (32 >> 4)));
     wgmma_commit();
   }
+
   // Scores become probabilities: Algorithm 2, line 11.
   __device__ __forceinline__ void become_probabilities(Scores& scores) const {
     if constexpr (!Config::kIntervals) hide_keys(scores);
