@@ -1,19 +1,21 @@
 // A warpgroup that computes at head size 256, where dk and dv of 64 keys would take all of its registers: two of them have the same
 // 64 keys. The first has S, P and dv, the second dP, dS and dk, and each half of dq's columns, so that no product is computed twice.
-// P goes from the first to the second as float32, thread to thread. A step of each, with what the tensor cores do beside it:
+// P goes from the first to the second in float32, thread to thread. A step of each, and what it gives the tensor cores meanwhile:
 //
-//   the first                         the second                            the tensor cores, in order
-//                                                                           S(i) or dP(i), dq(i-1) of 64 columns
+//   the first                         the second                             the tensor cores, in order
+//                                                                            S(i) or dP(i), dq(i-1) of 64 columns
 //   wait for S                        wait for dP and P(i)
 //   P = exp(S), mask; share P(i)      dS = P (dP - delta); share dS(i)
-//   wait for dq, stage it for the adder                                     dv += P dO or dk += dS Q
-//   wait for dv or dk; statistics of i+1                                    dq(i-1) of the other 64
+//   wait for dq, stage it for the adder                                      dv += P dO or dk += dS Q
+//   wait for dv or dk; statistics of i+1                                     dq(i-1) of the other 64
 //   wait for dq, stage it
 //
-// Nothing but data holds the two together: the first runs ahead by what the places of P and dO allow. Those are one each, for the
-// sake of which dq is staged by halves. That limits: of 2,560 cycles of the tensor cores a step, and of 4,030 that shared memory
-// is read or written in (S, dP, dq 512 each, dv, dk 256 each, loads 512, dq's way out 1,024, P 256, the rest 190; an estimate).
-// Were S and dP computed in both warpgroups, for 128 columns of dk and dv each, it would be 3,584 and 4,930.
+// The first is ahead by P: by less than a step, for it multiplies dS(i-1), too, before it shares P(i). So P and dO have one place
+// each, which is all that shared memory has left, and even so dq is staged by halves.
+//
+// An estimate of what limits: the tensor cores take 2,560 cycles a step, but shared memory is read or written in 4,030 (S, dP, dq
+// 512 each, dv, dk 256 each, loads 512, dq's way out 1,024, P 256, the rest 190). Were S and dP computed by both warpgroups, for
+// 128 columns of dk and of dv each, it would be 3,584 and 4,930.
 #pragma once
 
 #include "fa2/backward_sm90_warpgroup.cuh"
