@@ -23,17 +23,19 @@ from .tensormap import TensorBox
 # those of an interval of its own, which windows to the left are as well.
 Visibility = Literal["full", "causal", "intervals"]
 
-HEAD_DIMS = (64, 128)  # of the kernels. Any other is padded with zeros up to the next, by the copy engine.
+HEAD_DIMS = (64, 128, 256)  # of the kernels. Any other is padded with zeros up to the next, by the copy engine.
 MIN_HEAD_DIM = 48  # below, more of a tile would be padding than not
 _SERVED = range(MIN_HEAD_DIM, HEAD_DIMS[-1] + 1)
 MIN_ROWS = 64  # rows below which most of a tile would be empty
-BLOCK_N = 128  # keys of a thread block: 64 for each of two warpgroups
+# Keys of a thread block: 64 for each of two warpgroups; or, where dk and dv of 64 take all registers, 64 for both.
+BLOCK_N = {64: 128, 128: 128, 256: 64}
 # Rows of a step. Registers hold S and dP of so many rows beside dk and dv, whose columns take the rest: twice the
 # columns leave half the rows.
-BLOCK_M = {64: 128, 128: 64}
+BLOCK_M = {64: 128, 128: 64, 256: 64}
 _LOAD_REGISTERS, _COMPUTE_REGISTERS = 24, 240  # of a thread: 65,536 in all
+_UNIT_KEYS = 64  # kUnitKeys: keys of a warpgroup's products
 _STORE_ROWS = 16  # rows of dk and dv that a warp stores at once
-_ROW_SLOTS, _DS_SLOTS, _SLACK = 2, 3, 768  # kRowSlots, kDsSlots, kSlack
+_ROW_SLOTS, _SLACK = 2, 768  # kRowSlots, kSlack
 _LEAST_HEADS = {"causal": 4, "intervals": 8}  # of a section
 _ORDERED_HEADS = 16  # heads that at least share the GPU, so that few of its thread blocks wait for each other
 _ORDERED_SECTIONS = 8  # of a causal mask, at least, if not one
@@ -57,13 +59,19 @@ def statistics_bytes(block_m: int) -> tuple[int, int]:
 
 def shared_bytes(head_dim: int) -> int:
     """Shared memory of the plan in cuda_src/fa2/backward_sm90_traits.cuh, which the main kernel asserts."""
-    block_m = BLOCK_M[head_dim]
-    keys_and_values = 2 * BLOCK_N * head_dim * 2
-    rows = 2 * _ROW_SLOTS * block_m * head_dim * 2
-    ds = _DS_SLOTS * block_m * BLOCK_N * 2
-    dq = block_m * head_dim * 4
-    barriers = 2 + 4 * _ROW_SLOTS + _DS_SLOTS + 2 * 2
-    return _SLACK + keys_and_values + rows + ds + dq + _ROW_SLOTS * statistics_bytes(block_m)[0] + 8 * barriers
+    block_m, block_n = BLOCK_M[head_dim], BLOCK_N[head_dim]
+    shares_keys = block_n == _UNIT_KEYS
+    dout_slots, ds_slots, dq_parts = (1, 2, 2) if shares_keys else (_ROW_SLOTS, 3, 1)
+    keys_and_values = 2 * block_n * head_dim * 2
+    rows = (_ROW_SLOTS + dout_slots) * block_m * head_dim * 2
+    ds = ds_slots * block_m * block_n * 2
+    dq = block_m * head_dim * 4 // dq_parts
+    statistics = _ROW_SLOTS * statistics_bytes(block_m)[0]
+    barriers = 2 + 2 * (_ROW_SLOTS + dout_slots) + ds_slots + 2 * 2
+    if shares_keys:
+        dq += block_m * block_n * 4  # and P
+        barriers += ds_slots + 1
+    return _SLACK + keys_and_values + rows + ds + dq + statistics + 8 * barriers
 
 
 def refusal(problem: AttentionProblem, geometry: Geometry) -> str:
@@ -156,7 +164,7 @@ def _config(
     head_dim: int,
     arch: str,
 ) -> KernelConfig:
-    tile = Tile(BLOCK_M[head_dim], BLOCK_N, num_warps=threads // 32, stages=_ROW_SLOTS, min_blocks=1)
+    tile = Tile(BLOCK_M[head_dim], BLOCK_N[head_dim], num_warps=threads // 32, stages=_ROW_SLOTS, min_blocks=1)
     problem = AttentionProblem(dtype, head_dim, head_dim, 1, vector=True, intervals=visible == "intervals")
     causal = visible == "causal"
     numbers = f"m{tile.block_m}_n{tile.block_n}" + "_causal" * causal + "_deterministic" * deterministic
@@ -191,7 +199,8 @@ def reachable_configs() -> Iterator[KernelConfig]:
 
 def num_blocks(problem: AttentionProblem, geometry: Geometry) -> tuple[int, int]:
     """Row blocks and key blocks of a head."""
-    return -(-geometry.seqlen_q // BLOCK_M[kernel_head_dim(problem)]), -(-geometry.seqlen_k // BLOCK_N)
+    head_dim = kernel_head_dim(problem)
+    return -(-geometry.seqlen_q // BLOCK_M[head_dim]), -(-geometry.seqlen_k // BLOCK_N[head_dim])
 
 
 def workspaces(problem: AttentionProblem, geometry: Geometry) -> dict[str, int]:
@@ -230,13 +239,14 @@ def heads_per_section(problem: AttentionProblem, geometry: Geometry) -> int:
 
 def boxes(problem: AttentionProblem, geometry: Geometry) -> dict[str, TensorBox]:
     """What the copy engine is told of each tensor."""
-    g, block_m = geometry, BLOCK_M[kernel_head_dim(problem)]
+    g, head_dim = geometry, kernel_head_dim(problem)
+    block_m, block_n = BLOCK_M[head_dim], BLOCK_N[head_dim]
     _, dk_strides, dv_strides = gradient_strides(g)
     of_q, of_k = (g.seqlen_q, g.num_heads, g.batch), (g.seqlen_k, g.num_heads_k, g.batch)
     asked = {
         "q": (of_q, g.q_strides, block_m),
-        "k": (of_k, g.k_strides, BLOCK_N),
-        "v": (of_k, g.v_strides, BLOCK_N),
+        "k": (of_k, g.k_strides, block_n),
+        "v": (of_k, g.v_strides, block_n),
         "dout": (of_q, g.dout_strides, block_m),
         "dk": (of_k, dk_strides, _STORE_ROWS),
         "dv": (of_k, dv_strides, _STORE_ROWS),

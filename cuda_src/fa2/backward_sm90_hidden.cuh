@@ -47,13 +47,14 @@ __device__ __forceinline__ bool any_row_sees(const BackwardSm90Params& launch, c
   return warp_any(any);
 }
 
-// A warpgroup calls, a thread a key of the tile.
+// A warpgroup calls, a thread a key of the tile; of a smaller one all but its first warps only fence.
 template <typename Config, typename Tile>
 __device__ __forceinline__ void clear_hidden(Tile tile, const BackwardSm90Params& launch, const WorkTile& keys) {
-  static_assert(Tile::kRows == kWarpgroupSize);
+  static_assert(Tile::kRows <= kWarpgroupSize && Tile::kRows % kWarpSize == 0);
   constexpr int kExponents = is_same<typename Config::Element, bf16>::value ? 28 : 1;  // 2^101 and more
   const int first = thread_id() % kWarpgroupSize / kWarpSize * kWarpSize, row = first + lane_id();
-  uint32 suspects = warp_ballot(row_reaches<typename Config::Element, kExponents>(tile, row));
+  const bool exists = Tile::kRows == kWarpgroupSize || first < Tile::kRows;
+  uint32 suspects = warp_ballot(exists && row_reaches<typename Config::Element, kExponents>(tile, row));
   for (; suspects != 0; suspects &= suspects - 1) {
     const int suspect = first + first_bit(suspects);
     if (!any_row_sees<Config>(launch, keys, keys.m_block * Config::kBlockN + suspect)) clear_row(tile, suspect);

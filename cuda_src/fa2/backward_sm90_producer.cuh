@@ -24,14 +24,15 @@ __device__ __forceinline__ void load_statistics(SharedPtr target, const char* pa
 template <typename Config>
 __device__ __forceinline__ void load_rows_of_keys(const BackwardSm90Params& params, BackwardSm90Traits<Config> shared,
                                                   const WorkTile& keys) {
-  using Statistics = typename BackwardSm90Traits<Config>::Statistics;
+  using Traits = BackwardSm90Traits<Config>;
+  using Statistics = typename Traits::Statistics;
   const int first_key = keys.m_block * Config::kBlockN;
   if (acts<Config>()) load_panels(shared.k(), params.k, shared.k_loaded(), first_key, keys.head, keys.entry);
   RowBlocks<Config> rows(params.attention, keys);
   int head = keys.head * (params.attention.num_heads / params.attention.num_heads_k) + rows.heads_before();
-  Ring<BackwardSm90Traits<Config>::kRowSlots> ring;
+  typename Traits::RowRing ring;
   for (int i = 0; i < rows.count(); ++i) {
-    const int slot = ring.slot(), first_row = rows.m_block() * Config::kBlockM;
+    const int slot = ring.slot(), dout_slot = Traits::dout_slot(ring), first_row = rows.m_block() * Config::kBlockM;
     const char* statistics = reinterpret_cast<const char*>(params.row_statistics) + rows.place() * Statistics::kBytes;
     mbarrier_wait(shared.q_released(slot), ring.parity() ^ 1);
     if (acts<Config>()) {
@@ -39,11 +40,11 @@ __device__ __forceinline__ void load_rows_of_keys(const BackwardSm90Params& para
       load_statistics(shared.statistics(slot), statistics, Statistics::kScoreBytes, shared.q_loaded(slot));
       if (i == 0) load_panels(shared.v(), params.v, shared.v_loaded(), first_key, keys.head, keys.entry);
     }
-    mbarrier_wait(shared.dout_released(slot), ring.parity() ^ 1);
+    mbarrier_wait(shared.dout_released(dout_slot), Traits::dout_parity(ring) ^ 1);
     if (acts<Config>()) {
-      load_panels(shared.dout(slot), params.dout, shared.dout_loaded(slot), first_row, head, keys.entry);
-      load_statistics(shared.statistics(slot) + Statistics::kDpStarts, statistics + Statistics::kDpStarts, Statistics::kDpBytes,
-                      shared.dout_loaded(slot));
+      load_panels(shared.dout(dout_slot), params.dout, shared.dout_loaded(dout_slot), first_row, head, keys.entry);
+      load_statistics(shared.statistics(dout_slot) + Statistics::kDpStarts, statistics + Statistics::kDpStarts,
+                      Statistics::kDpBytes, shared.dout_loaded(dout_slot));
     }
     ring.advance();
     head += rows.advance();
@@ -58,7 +59,6 @@ template <typename Config>
 __device__ __forceinline__ void add_dq(const BackwardSm90Params& params, BackwardSm90Traits<Config> shared, const WorkTile& keys,
                                        int warpgroup) {
   using Traits = BackwardSm90Traits<Config>;
-  constexpr int kFloats = Traits::kDqBytes / 4;
   RowBlocks<Config> rows(params.attention, keys);
   if (Config::kIntervals && rows.count() == 0) return;  // nothing is staged
   Ring<1> ring;
@@ -67,18 +67,21 @@ __device__ __forceinline__ void add_dq(const BackwardSm90Params& params, Backwar
   for (int i = 0; i <= rows.count(); ++i) {
     int* const turn = params.dq_turns + (rows.place() * Traits::kWarpgroups + warpgroup);
     if (Config::kDeterministic && i > 0 && !has_come) wait_turn(turn, keys.m_block);
-    mbarrier_wait(shared.dq_staged(warpgroup), ring.parity());
-    ring.advance();
-    if (i > 0) {
-      if (acts<Config>()) {
-        bulk_add(params.attention.dq_accum + (rows.place() * Traits::kWarpgroups + warpgroup) * kFloats, shared.dq(warpgroup),
-                 Traits::kDqBytes);
-        tma_store_commit();
-        tma_store_wait_read();
+#pragma unroll
+    for (int part = 0; part < Traits::kDqParts; ++part) {
+      mbarrier_wait(shared.dq_staged(warpgroup), ring.parity());
+      ring.advance();
+      if (i > 0) {
+        if (acts<Config>()) {
+          bulk_add(params.attention.dq_accum + Traits::dq_place(rows.place(), warpgroup, part), shared.dq(warpgroup),
+                   Traits::kDqBytes);
+          tma_store_commit();
+          tma_store_wait_read();
+        }
+        if (part + 1 == Traits::kDqParts) rows.advance();
       }
-      rows.advance();
+      if (acts<Config>()) mbarrier_arrive(shared.dq_read(warpgroup));
     }
-    if (acts<Config>()) mbarrier_arrive(shared.dq_read(warpgroup));
     if (Config::kDeterministic && i > 0) {
       const int64 part = rows.place() * Traits::kWarpgroups + warpgroup;
       has_come = i < rows.count() && is_turn(params.dq_turns + part, keys.m_block);

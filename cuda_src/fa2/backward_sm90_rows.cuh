@@ -68,7 +68,7 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
   if (lane_id() == 0) starts[Statistics::kLarge / 4 + warp_id()] = bits_float(some_large);
 }
 
-// dq in the element type from its sums, which lie as BackwardConsumer::stage() had them: transposed accumulators.
+// dq in the element type from its sums, which lie as BackwardWarpgroup::stage() had them: transposed accumulators.
 template <typename Config>
 __device__ __forceinline__ void fa2_backward_sm90_finish(const BackwardSm90Params& launch) {
   using Element = typename Config::Element;
@@ -81,24 +81,25 @@ __device__ __forceinline__ void fa2_backward_sm90_finish(const BackwardSm90Param
   const TileQ tile{shared_base()};
   const int64 block = row_block_place(params, work.entry, work.head, work.m_block);
   const int warpgroup = warpgroup_id(), warp = warp_id() % 4;
-  const float* sums =
-      params.dq_accum + (block * Traits::kWarpgroups + warpgroup) * (Traits::kDqBytes / 4) + thread_id() % kWarpgroupSize * 4;
-  float dq[Traits::kNQ][4];
   const float scale = kScalesDs<Element> ? 1.0f : params.softmax_scale;
 #pragma unroll
-  for (int j = 0; j < Traits::kNQ; ++j) {
-    const Chunk four = load_global_chunk(sums + j * (kWarpgroupSize * 4));
+  for (int part = 0; part < Traits::kDqParts; ++part) {
+    const float* sums = params.dq_accum + Traits::dq_place(block, warpgroup, part) + thread_id() % kWarpgroupSize * 4;
+    float dq[Traits::kNQ][4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) dq[j][e] = bits_float(four.words[e]) * scale;
-  }
-  const int panel = Traits::kDqPanels == 1 ? 0 : warpgroup;
-  const int first_row = Traits::kDqPanels == 1 ? warpgroup * Traits::kDqRows : 0;
-  const SharedPtr place = transposed_place(tile.base + (panel * TileQ::kPanelBytes + first_row * kPanelRowBytes), warp);
+    for (int j = 0; j < Traits::kNQ; ++j) {
+      const Chunk four = load_global_chunk(sums + j * (kWarpgroupSize * 4));
 #pragma unroll
-  for (int k = 0; k < Traits::kNQ / 2; ++k) {
-    uint32 operand[4];
-    to_operand<Element>(operand, dq, k);
-    stmatrix_transposed(place + 16 * k * kPanelRowBytes, operand);
+      for (int e = 0; e < 4; ++e) dq[j][e] = bits_float(four.words[e]) * scale;
+    }
+    const int panel = Traits::dq_panel(warpgroup, part), first_row = Traits::dq_first_row(warpgroup);
+    const SharedPtr place = transposed_place(tile.base + (panel * TileQ::kPanelBytes + first_row * kPanelRowBytes), warp);
+#pragma unroll
+    for (int k = 0; k < Traits::kNQ / 2; ++k) {
+      uint32 operand[4];
+      to_operand<Element>(operand, dq, k);
+      stmatrix_transposed(place + 16 * k * kPanelRowBytes, operand);
+    }
   }
   sync_threads();
   const SeqlenInfo seqlen(params, work.entry);

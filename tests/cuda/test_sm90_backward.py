@@ -78,13 +78,13 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [48, 64, 72, 80, 96, 112, 128])
+@pytest.mark.parametrize("head_dim", [48, 64, 72, 80, 96, 112, 128, 136, 160, 192, 200, 256])
 def test_shapes(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
     check_hopper_shapes(MORE_SHAPES, head_dim, dtype, CUDA, causal=causal, weigh_lse=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_rows(head_dim: int, causal: bool) -> None:
     """Many steps and many thread blocks: what drifts apart or wraps round shows."""
     tensors = qkv(1, 6000, 6100, 2, head_dim, dtype=BF16, device=CUDA, num_heads_k=1)
@@ -92,7 +92,7 @@ def test_long_rows(head_dim: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_full_card(group: int, head_dim: int, dtype: torch.dtype) -> None:
     """More thread blocks than run at once; of some heads the gradients are compared with float64."""
@@ -103,7 +103,7 @@ def test_a_full_card(group: int, head_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e3, 1e8])
 def test_large_logits(scale: float, head_dim: int, dtype: torch.dtype) -> None:
     """Where the rounding of lse would show, probabilities come from its parts."""
@@ -115,44 +115,49 @@ def test_large_logits(scale: float, head_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_large_gradients(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_large_gradients(head_dim: int, dtype: torch.dtype) -> None:
     """float16 overflows only where dq and dk do."""
-    tensors = qkv(1, 400, 700, 2, 64, dtype=dtype, device=CUDA)
+    tensors = qkv(1, 400, 700, 2, head_dim, dtype=dtype, device=CUDA)
     check_hopper_gradients(*tensors, dout_scale=1e3, softmax_scale=1e-3)
 
 
-def test_keys_whose_scores_are_all_negative() -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_keys_whose_scores_are_all_negative(head_dim: int) -> None:
     """Keys beyond the end score 0, far above lse."""
-    q, k, v = qkv(1, 300, 170, 2, 128, dtype=BF16, device=CUDA)
+    q, k, v = qkv(1, 300, 170, 2, head_dim, dtype=BF16, device=CUDA)
     check_hopper_gradients(q.abs(), -k.abs(), v, softmax_scale=4.0)
 
 
-def test_layouts() -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_layouts(head_dim: int) -> None:
     """Heads before rows, parts of one tensor, a slice of a longer one."""
     for dtype in HALVES:
-        q, k, v = (randn(2, 4, 300, 128, dtype=dtype, device=CUDA, seed=i).transpose(1, 2) for i in range(3))
+        q, k, v = (randn(2, 4, 300, head_dim, dtype=dtype, device=CUDA, seed=i).transpose(1, 2) for i in range(3))
         check_hopper_gradients(q, k, v, causal=True)
-        q, k, v = randn(2, 300, 3, 4, 128, dtype=dtype, device=CUDA).unbind(2)
+        q, k, v = randn(2, 300, 3, 4, head_dim, dtype=dtype, device=CUDA).unbind(2)
         check_hopper_gradients(q, k, v)
-        longer = randn(2, 2, 999, 4, 64, dtype=dtype, device=CUDA)
-        q = randn(2, 100, 8, 64, dtype=dtype, device=CUDA)
+        longer = randn(2, 2, 999, 4, head_dim // 2, dtype=dtype, device=CUDA)
+        q = randn(2, 100, 8, head_dim // 2, dtype=dtype, device=CUDA)
         check_hopper_gradients(q, longer[0, :, 5:400], longer[1, :, 5:400], causal=True)
 
 
-def test_bounds_to_the_right() -> None:
-    q, k, v = qkv(1, 660, 700, 2, 64, dtype=BF16, device=CUDA)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_bounds_to_the_right(head_dim: int) -> None:
+    q, k, v = qkv(1, 660, 700, 2, head_dim, dtype=BF16, device=CUDA)
     for right in (0, 17, 400, 900):
         check_hopper_gradients(q, k, v, window_size=(-1, right))
 
 
-def test_sinks() -> None:
-    q, k, v = qkv(2, 300, 200, 4, 128, dtype=BF16, device=CUDA)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_sinks(head_dim: int) -> None:
+    q, k, v = qkv(2, 300, 200, 4, head_dim, dtype=BF16, device=CUDA)
     sinks = torch.tensor([-torch.inf, 0.0, 3.0, 80.0], device=CUDA)
     check_hopper_gradients(q, k, v, sinks=sinks)
     check_hopper_gradients(q, k, v, sinks=sinks, causal=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_repeats(head_dim: int) -> None:
     """dk and dv are bit-equal from run to run; dq's sums come in any order, and differ by their rounding."""
     tensors = qkv(4, 1500, 1500, 16, head_dim, dtype=BF16, device=CUDA, num_heads_k=4)
@@ -167,13 +172,13 @@ def test_repeats(head_dim: int) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [48, 64, 128])
+@pytest.mark.parametrize("head_dim", [48, 64, 128, 192, 256])
 def test_deterministic_shapes(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
     check_hopper_shapes(MORE_SHAPES, head_dim, dtype, CUDA, causal=causal, weigh_lse=True, deterministic=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("batch", "heads", "heads_k", "rows", "keys"),
     [
@@ -200,9 +205,10 @@ def test_deterministic(batch: int, heads: int, heads_k: int, rows: int, keys: in
         check_some_heads(first, tensors, dout, causal=causal)
 
 
-def test_deterministic_beside_others() -> None:
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_deterministic_beside_others(head_dim: int) -> None:
     """Other kernels take multiprocessors away and give them back: thread blocks start at other times."""
-    tensors = qkv(4, 2000, 2000, 16, 64, dtype=BF16, device=CUDA, num_heads_k=4)
+    tensors = qkv(4, 2000, 2000, 16, head_dim, dtype=BF16, device=CUDA, num_heads_k=4)
     dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
     expected = gradients(tensors, dout, causal=True, deterministic=True)
     side, busy = torch.cuda.Stream(), randn(4096, 4096, dtype=BF16, device=CUDA, seed=1)
@@ -261,7 +267,7 @@ def test_64_bit_offsets() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("rows", [300, 1100])
 @pytest.mark.parametrize("name", visibilities(300, torch.device("cpu")))
 def test_what_rows_see(name: str, rows: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -270,7 +276,7 @@ def test_what_rows_see(name: str, rows: int, head_dim: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_keys_that_few_rows_see(head_dim: int, dtype: torch.dtype) -> None:
     check_hopper_windows(head_dim, dtype, CUDA)
     check_nothing_seen(head_dim, dtype, CUDA)
@@ -278,7 +284,7 @@ def test_keys_that_few_rows_see(head_dim: int, dtype: torch.dtype) -> None:
     check_hidden_keys_gradients(head_dim, dtype, CUDA, window_size=(20, 0))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_row_blocks(head_dim: int) -> None:
     """More than a warp reads about at once, of one list and of one a head."""
     rows = 33 * 128 + 50
@@ -291,7 +297,7 @@ def test_many_row_blocks(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e3])
 def test_large_logits_of_documents(scale: float, head_dim: int, dtype: torch.dtype) -> None:
     tensors = qkv(1, 450, 450, 4, head_dim, dtype=dtype, device=CUDA, num_heads_k=2)
@@ -303,7 +309,7 @@ def test_large_logits_of_documents(scale: float, head_dim: int, dtype: torch.dty
     check_hopper_gradients(*tensors, sinks=sinks, **options)
 
 
-@pytest.mark.parametrize(("head_dim", "heads", "heads_k"), [(64, 32, 8), (128, 16, 16)])
+@pytest.mark.parametrize(("head_dim", "heads", "heads_k"), [(64, 32, 8), (128, 16, 16), (256, 8, 4)])
 @pytest.mark.parametrize("options", ["documents", "window"])
 def test_a_full_card_against_mma(
     options: str, head_dim: int, heads: int, heads_k: int, monkeypatch: pytest.MonkeyPatch
@@ -328,9 +334,10 @@ def test_a_full_card_against_mma(
         assert relative_error(mine, other) < 5e-3
 
 
-def test_what_it_does_not_serve_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_what_it_does_not_serve_agrees(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of mma.sync, forced, give what these do, in whichever order dq is summed."""
-    tensors = qkv(2, 500, 500, 4, 128, dtype=BF16, device=CUDA, num_heads_k=2)
+    tensors = qkv(2, 500, 500, 4, head_dim, dtype=BF16, device=CUDA, num_heads_k=2)
     dout = randn(*tensors[0].shape, dtype=BF16, device=CUDA, seed=9)
     with record_launches() as records:
         ours = gradients(tensors, dout, causal=True)

@@ -189,7 +189,7 @@ def hopper(device: str) -> None:
         assert "fa2_forward_sm90" in {record.kernel for record in records}
 
 
-def hopper_gradients(device: str) -> None:
+def hopper_gradients(device: str, head_dim: int) -> None:
     """The Hopper backward, the same way: plain, parts of dq in turns, windows, and intervals from nowhere."""
     if device == "cpu":
         os.environ["HF_FLASH_CUPY_ARCH"] = "90a"
@@ -197,7 +197,7 @@ def hopper_gradients(device: str) -> None:
     ends = torch.tensor([(low, high), (high, low), (3, 70), (low, 40), (65, high)], dtype=torch.int32).to(device)
     with record_launches() as records:
         for seqlen_q, seqlen_k in ((64, 70), (201, 133)):
-            given = [x.requires_grad_() for x in tensors(device, BF16, 64, 64, seqlen_q, seqlen_k)]
+            given = [x.requires_grad_() for x in tensors(device, BF16, head_dim, head_dim, seqlen_q, seqlen_k)]
             rows = torch.arange(seqlen_q).to(device)
             per_head = torch.stack([ends[(rows + head) % 5] for head in range(given[0].shape[2])])
             intervals = ({"key_intervals": ends[rows // 50]}, {"key_intervals": per_head, "causal": True})
@@ -248,7 +248,8 @@ MORE_CASES: dict[str, Callable[[str], None]] = {
     "fp32-decode": lambda device: decode(device, FP32, 64, 32),
     "fp32-chunks": lambda device: plain(device, FP32, 259, 301),
     "bf16-hopper": hopper,
-    "bf16-hopper-gradients": hopper_gradients,
+    "bf16-hopper-gradients": lambda device: hopper_gradients(device, 64),
+    "bf16-hopper-gradients-wide": lambda device: hopper_gradients(device, 200),
 }
 
 

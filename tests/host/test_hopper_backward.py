@@ -35,8 +35,8 @@ def hopper_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def kernels_of(rows: int, **options: Any) -> list[str]:
-    q, k, v = qkv(1, rows, 64, 1, 64, dtype=BF16, device=CPU)
+def kernels_of(rows: int, head_dim: int = 64, **options: Any) -> list[str]:
+    q, k, v = qkv(1, rows, 64, 1, head_dim, dtype=BF16, device=CPU)
     out = flash_attention(q.requires_grad_(), k, v, **options)
     with record_launches() as records:
         out.backward(torch.ones_like(out))
@@ -54,6 +54,14 @@ def test_what_is_left_to_others() -> None:
     assert not set(kernels_of(63)) & set(KERNELS)
     assert not set(kernels_of(64, window_size=(5, -1), deterministic=True)) & set(KERNELS)
     assert not set(kernels_of(64, softcap=5.0)) & set(KERNELS)
+
+
+@pytest.mark.full
+def test_the_widest_head() -> None:
+    assert kernels_of(64, 256) == KERNELS
+    for options in ({"softcap": 5.0}, {"window_size": (5, -1), "deterministic": True}):
+        assert not set(kernels_of(64, 256, **options)) & set(KERNELS)
+    assert not set(kernels_of(64, 264)) & set(KERNELS)
 
 
 def test_maps_that_are_made_anew_for_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,17 +88,24 @@ def test_a_small_head_in_fp16() -> None:
     check_hopper_shapes(SHAPES[1:2], 64, FP16, CPU, causal=True, weigh_lse=True)
 
 
+@pytest.mark.slow
+def test_a_wide_head() -> None:
+    """Two warpgroups share the keys: one has dv, the other dk. Padded or not, rows without keys; heads share keys."""
+    check_hopper_shapes(SHAPES[1:3], 256, BF16, CPU, causal=True)
+    check_hopper_shapes(SHAPES[2:], 160, BF16, CPU, causal=True, weigh_lse=True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [48, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [48, 64, 72, 128, 136, 192, 200, 256])
 def test_all_shapes(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
     check_hopper_shapes(SHAPES, head_dim, dtype, CPU, causal=causal, weigh_lse=True)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 1e3, 1e8])
 def test_large_logits(scale: float, head_dim: int, dtype: torch.dtype) -> None:
     """Where the rounding of lse would show, probabilities come from its parts."""
@@ -103,16 +118,18 @@ def test_large_logits(scale: float, head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_large_gradients(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_large_gradients(head_dim: int, dtype: torch.dtype) -> None:
     """float16 overflows only where dq and dk do."""
-    tensors = qkv(1, 150, 200, 2, 64, dtype=dtype, device=CPU)
+    tensors = qkv(1, 150, 200, 2, head_dim, dtype=dtype, device=CPU)
     check_hopper_gradients(*tensors, dout_scale=1e3, softmax_scale=1e-3)
 
 
 @pytest.mark.full
-def test_keys_whose_scores_are_all_negative() -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_keys_whose_scores_are_all_negative(head_dim: int) -> None:
     """Keys beyond the end score 0, far above lse."""
-    q, k, v = qkv(1, 100, 70, 1, 128, dtype=BF16, device=CPU)
+    q, k, v = qkv(1, 100, 70, 1, head_dim, dtype=BF16, device=CPU)
     check_hopper_gradients(q.abs(), -k.abs(), v, softmax_scale=4.0)
 
 
@@ -121,21 +138,24 @@ def test_layouts() -> None:
     """Heads before rows; parts of one tensor."""
     q, k, v = (randn(2, 4, 150, 128, dtype=BF16, device=CPU, seed=i).transpose(1, 2) for i in range(3))
     check_hopper_gradients(q, k, v, causal=True)
-    q, k, v = randn(2, 150, 3, 4, 64, dtype=BF16, device=CPU).unbind(2)
-    check_hopper_gradients(q, k, v)
+    for head_dim in (64, 192):
+        q, k, v = randn(2, 150, 3, 4, head_dim, dtype=BF16, device=CPU).unbind(2)
+        check_hopper_gradients(q, k, v)
 
 
 @pytest.mark.full
-def test_sinks() -> None:
-    q, k, v = qkv(1, 150, 200, 4, 64, dtype=BF16, device=CPU, num_heads_k=2)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_sinks(head_dim: int) -> None:
+    q, k, v = qkv(1, 150, 200, 4, head_dim, dtype=BF16, device=CPU, num_heads_k=2)
     check_hopper_gradients(q, k, v, sinks=torch.tensor([-torch.inf, 0.0, 3.0, 80.0]), causal=True)
 
 
 @pytest.mark.full
-def test_row_blocks_of_one_key_block_only() -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_row_blocks_of_one_key_block_only(head_dim: int) -> None:
     """A bound to the right of the diagonal, and one that hides nothing."""
     for right in (0, 17, 400):
-        q, k, v = qkv(1, 260, 300, 1, 128, dtype=BF16, device=CPU)
+        q, k, v = qkv(1, 260, 300, 1, head_dim, dtype=BF16, device=CPU)
         check_hopper_gradients(q, k, v, window_size=(-1, right))
 
 
@@ -154,7 +174,7 @@ def test_a_window() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", visibilities(300, CPU))
 def test_what_rows_see(name: str, head_dim: int, dtype: torch.dtype) -> None:
     q, k, v = qkv(2, 300, 300, 4, head_dim, dtype=dtype, device=CPU, num_heads_k=2)
@@ -163,27 +183,27 @@ def test_what_rows_see(name: str, head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_windows_of_other_numbers_of_keys(head_dim: int, dtype: torch.dtype) -> None:
     check_hopper_windows(head_dim, dtype, CPU)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hidden_keys_hold_anything(head_dim: int, dtype: torch.dtype) -> None:
     check_hidden_keys_gradients(head_dim, dtype, CPU)
     check_hidden_keys_gradients(head_dim, dtype, CPU, window_size=(20, 0))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_nothing_is_seen(head_dim: int) -> None:
     check_nothing_seen(head_dim, BF16, CPU)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_row_blocks(head_dim: int) -> None:
     """More than a warp reads about at once, of one list and of one a head."""
     rows = 33 * sm90_backward.BLOCK_M[head_dim] + 50
@@ -197,7 +217,7 @@ def test_many_row_blocks(head_dim: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("scale", [30.0, 1e3])
 def test_large_logits_of_documents(scale: float, head_dim: int, dtype: torch.dtype) -> None:
     tensors = qkv(1, 150, 150, 2, head_dim, dtype=dtype, device=CPU, num_heads_k=1)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from attention_check import CPU, qkv, randn
+from changed_sources import use_changed_sources
 from hopper_check import HALVES, fresh_plans
 from hopper_gradients import SHAPES, check_hopper_gradients, check_hopper_shapes
 from torch import Tensor
 
 from hf_flash_cupy import execute, flash_attention, sm90_backward
-from hf_flash_cupy.jit import module, source
 
 BF16, FP16 = HALVES
 
@@ -54,12 +53,13 @@ def turns_afterwards(
     return made[-1].view(torch.int32).reshape(batch, heads, -(-rows // block_m), 2)
 
 
-def key_blocks_seen(rows: int, keys: int, causal: bool, block_m: int) -> list[list[int]]:
+def key_blocks_seen(rows: int, keys: int, causal: bool, head_dim: int) -> list[list[int]]:
     """By each block of rows."""
+    block_m, block_n = sm90_backward.BLOCK_M[head_dim], sm90_backward.BLOCK_N[head_dim]
     row, key = torch.arange(rows)[:, None], torch.arange(keys)[None]
     sees = (key <= row + keys - rows) | (not causal)
     return [
-        sorted({n // sm90_backward.BLOCK_N for n in sees[first : first + block_m].any(0).nonzero()[:, 0].tolist()})
+        sorted({n // block_n for n in sees[first : first + block_m].any(0).nonzero()[:, 0].tolist()})
         for first in range(0, rows, block_m)
     ]
 
@@ -67,7 +67,7 @@ def key_blocks_seen(rows: int, keys: int, causal: bool, block_m: int) -> list[li
 @pytest.mark.full
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
 def test_all_shapes(head_dim: int, dtype: torch.dtype, causal: bool) -> None:
     check_hopper_shapes(SHAPES, head_dim, dtype, CPU, causal=causal, weigh_lse=True, deterministic=True)
 
@@ -78,8 +78,9 @@ def test_causal_and_shared_heads() -> None:
 
 
 @pytest.mark.full
-def test_sinks_bounds_and_large_logits() -> None:
-    q, k, v = qkv(1, 260, 300, 4, 128, dtype=BF16, device=CPU, num_heads_k=2)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_sinks_bounds_and_large_logits(head_dim: int) -> None:
+    q, k, v = qkv(1, 260, 300, 4, head_dim, dtype=BF16, device=CPU, num_heads_k=2)
     sinks = torch.tensor([-torch.inf, 0.0, 3.0, 80.0])
     check_hopper_gradients(q, k, v, sinks=sinks, causal=True, deterministic=True)
     for right in (17, 400):
@@ -91,7 +92,7 @@ def test_sinks_bounds_and_large_logits() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "causal"),
     [(64, True), pytest.param(64, False, marks=pytest.mark.full)]
-    + [pytest.param(128, causal, marks=pytest.mark.full) for causal in (False, True)],
+    + [pytest.param(head_dim, causal, marks=pytest.mark.full) for head_dim in (128, 256) for causal in (False, True)],
 )
 def test_thread_blocks_at_once(head_dim: int, causal: bool) -> None:
     """As many at a time as may be, in whatever order they get on: every bit is the same."""
@@ -106,7 +107,11 @@ def test_thread_blocks_at_once(head_dim: int, causal: bool) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "causal", "rows", "keys"),
     [(64, True, 300, 450), (64, True, 450, 200)]
-    + [pytest.param(128, causal, 300, 450, marks=pytest.mark.full) for causal in (False, True)],
+    + [
+        pytest.param(head_dim, causal, 300, 450, marks=pytest.mark.full)
+        for head_dim in (128, 256)
+        for causal in (False, True)
+    ],
 )
 def test_everybody_had_a_turn(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, rows: int, keys: int
@@ -118,7 +123,7 @@ def test_everybody_had_a_turn(
     turns = turns_afterwards(monkeypatch, tensors, causal, block_m)
     upwards = [False, False, True] if causal else [True, True, True]
     for entry, up in zip(turns, upwards, strict=True):
-        for m_block, seen in enumerate(key_blocks_seen(rows, keys, causal, block_m)):
+        for m_block, seen in enumerate(key_blocks_seen(rows, keys, causal, head_dim)):
             if seen:
                 assert (entry[:, m_block] == (seen[-1] + 1 if up else -1)).all()
 
@@ -135,18 +140,10 @@ FAULTS = {  # text of the kernel, what stands there instead, and what is told
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_order_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str) -> None:
+    """In sections of one head each, which take turns: both orders are met."""
     right, wrong, message = FAULTS[fault]
-    root = tmp_path / "cuda_src"
-    shutil.copytree(source.sources_root(), root)
-    changed = 0
-    for name in ("order", "producer"):
-        file = root / "fa2" / f"backward_sm90_{name}.cuh"
-        text = file.read_text()
-        changed += text.count(right)
-        file.write_text(text.replace(right, wrong))
-    assert changed == 1
-    monkeypatch.setattr(source, "sources_root", lambda: root)
-    monkeypatch.setattr(module, "_host_kernels", module._Memory())
+    monkeypatch.setattr(sm90_backward, "heads_per_section", lambda problem, geometry: 1)
+    use_changed_sources(monkeypatch, tmp_path, "fa2/backward_sm90*.cuh", right, wrong)
     tensors = qkv(2, 300, 450, 1, 64, dtype=BF16, device=CPU)
     with pytest.raises(RuntimeError, match=message):
         gradients(tensors, causal=True, workers=3)

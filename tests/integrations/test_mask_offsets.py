@@ -91,7 +91,8 @@ def test_hopper_needs_no_sequences(
     [
         ({"head_dim": 64}, torch.bfloat16, True),
         ({"head_dim": 64}, torch.float32, False),
-        ({"head_dim": 256}, torch.bfloat16, False),
+        ({"head_dim": 256}, torch.bfloat16, True),
+        ({"head_dim": 512}, torch.bfloat16, False),
         ({"head_dim": 64, "attn_logit_softcapping": 50.0}, torch.bfloat16, False),
         ({"head_dim": 64, "attention_dropout": 0.1}, torch.bfloat16, False),
         ({}, torch.bfloat16, False),

@@ -61,6 +61,12 @@ class TestHopper:
         extra = [facts.gather(shape, "fa2", "backward", each).work.extra_bytes for each in (kernel, mma)]  # type: ignore[union-attr]
         assert extra[0] - extra[1] == 2 * 8 * 1000 * (16 - 4)
 
+    def test_wide_heads_share_their_keys(self) -> None:
+        """Where dk and dv of 64 keys take all registers, a thread block has no more keys than that."""
+        kernel = kernels.find(Shape(2, 1000, 8, 2, 200, True), "fa2", "backward", "90a", compile_it=False)
+        assert kernel.config.kernel == "fa2_backward_sm90"
+        assert (kernel.block_m, kernel.block_n, kernel.parts, kernel.num_blocks) == (64, 64, 2, 16 * 2 * 2)
+
     def test_registers_are_those_before_and_after_they_change_hands(self) -> None:
         found = kernels.find(FULL, "fa2", "forward", "90a", compile_it=False)
         known = replace(found, registers=96)
