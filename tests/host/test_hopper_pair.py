@@ -27,7 +27,7 @@ FAULTS = {  # text of the kernel, what stands there instead, and what is told
     ),
     "dO given back by one warpgroup": ("init(dout_released(slot), kWarps)", "init(dout_released(slot), 4)", CHANGED),
     "q given back by one warpgroup": ("init(q_released(slot), kWarps)", "init(q_released(slot), 4)", CHANGED),
-    "the same half of dq twice": ("warpgroup_ * Traits::kDqParts + part", "warpgroup_ * Traits::kDqParts", "dq: error"),
+    "the same half of dq twice": ("dq_panel(warpgroup_, part)", "dq_panel(warpgroup_, 0)", "dq: error"),
     "a half of dq in the other's place": ("tile.base + (panel *", "tile.base + ((panel ^ 1) *", "dq: error"),
 }
 
