@@ -240,8 +240,8 @@ def backward(
         with torch.cuda.device(q.device):
             return backward(call, out, lse, statistics, dout, dlse, needs=needs, deterministic=deterministic)
     if dout is None:
-        dout = out.new_zeros(out.shape[-1]).expand(out.shape)
-    dout = _last_contiguous(dout.resolve_neg())
+        dout = out.new_zeros(out.shape)
+    dout = _in_whole_rows(_last_contiguous(dout.resolve_neg()))
     dlse = None if dlse is None else dlse.resolve_neg().contiguous()
     # Hooks on saved tensors may give the same values in another layout.
     q, k, v = (_last_contiguous(x) for x in (q, k, v))
@@ -272,6 +272,15 @@ def backward(
 
 def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _in_whole_rows(dout: Tensor) -> Tensor:
+    """A copy of a gradient that not every kernel reads as it lies: which one runs, hence the last bits of the result, must
+    not depend on that. Autograd makes such: slices, and what is expanded from one number."""
+    broadcast = any(not stride and count > 1 for stride, count in zip(dout.stride(), dout.shape, strict=True))
+    if dout.shape[-1] * dout.element_size() % 16 or (is_vector(dout) and not broadcast):
+        return dout
+    return dout.clone(memory_format=torch.contiguous_format)
 
 
 def _run_backward(

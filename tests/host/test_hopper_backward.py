@@ -143,6 +143,19 @@ def test_layouts() -> None:
         check_hopper_gradients(q, k, v)
 
 
+def test_gradients_of_any_layout_take_the_same_kernel() -> None:
+    """Its values decide the bits, not where the copy engine could not read them."""
+    given = [x.requires_grad_() for x in qkv(1, 70, 90, 2, 64, dtype=BF16, device=CPU)]
+    wide = randn(1, 70, 2, 192, dtype=BF16, device=CPU)
+    for dout in (wide[..., 63:127], wide[..., :64].mT.contiguous().mT, wide[:, :1, :, :64].expand(1, 70, 2, 64)):
+        out = flash_attention(*given, causal=True, deterministic=True)
+        with record_launches() as records:
+            got = torch.autograd.grad(out, given, dout, retain_graph=True)
+        assert "fa2_backward_sm90" in [record.kernel for record in records]
+        same = torch.autograd.grad(out, given, dout.contiguous().clone())
+        assert all(torch.equal(x, y) for x, y in zip(got, same, strict=True))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_sinks(head_dim: int) -> None:
