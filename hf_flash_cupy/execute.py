@@ -275,8 +275,10 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 def _in_whole_rows(dout: Tensor) -> Tensor:
-    """A copy of a gradient that not every kernel reads as it lies: which one runs, hence the last bits of the result, must
-    not depend on that. Autograd makes such: slices, and what is expanded from one number."""
+    """A copy of a gradient that not every kernel reads as it lies: slices, and what is expanded from fewer numbers.
+
+    Which kernel runs, hence the last bits of the result, depends on values and shapes alone.
+    """
     broadcast = any(not stride and count > 1 for stride, count in zip(dout.stride(), dout.shape, strict=True))
     if dout.shape[-1] * dout.element_size() % 16 or (is_vector(dout) and not broadcast):
         return dout

@@ -3,9 +3,9 @@
 
     python scripts/training_curves.py --out benchmarks/NAME.json --plot benchmarks/NAME.png
 
-Every implementation starts from the same weights and trains on the same batches, once for each seed of the data's order,
-in bfloat16 as Trainer(bf16=True) does: float32 weights under autocast, a learning rate that warms up. Its mean curve should
-lie within the band that eager attention's curves span over those seeds.
+Every implementation starts from the same weights and trains on the same batches, once for each seed of the data's
+order, in bfloat16 as Trainer(bf16=True) does: float32 weights under autocast, a learning rate that warms up. Its mean
+curve should lie within the band that eager attention's curves span over those seeds.
 """
 
 from __future__ import annotations
