@@ -8,9 +8,12 @@
 
 namespace hfc {
 
-// The dot products of kRows rows of dout and out, at most kColumns wide, each summed by kLanes neighbouring lanes. The rows lie
-// `step` apart; those from `count` on do not exist. All are asked for before the first is waited for.
-template <bool kVector, int kLanes, int kColumns, int kRows, typename Element>
+constexpr int kDeltaLanes = 8;  // that share a row
+constexpr int kDeltaRows = 4;   // that such lanes ask for at once
+
+// The dot products of kRows rows of dout and out, at most kColumns wide, each summed by kDeltaLanes neighbouring lanes. The rows
+// lie `step` apart; those from `count` on do not exist. All are asked for before the first is waited for.
+template <bool kVector, int kColumns, int kRows, typename Element>
 __device__ __forceinline__ void row_products(float (&sums)[kRows], const Element* dout, int64 dout_stride, const Element* out,
                                              int64 out_stride, int step, int count, int columns) {
   constexpr int kPerChunk = 16 / sizeof(Element);
@@ -21,8 +24,8 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const Element
 #pragma unroll
   for (int r = 0; r < kRows; ++r) sums[r] = 0.0f;
 #pragma unroll
-  for (int first = 0; first < kColumns; first += kLanes * kPerChunk) {
-    const int column = first + lane_id() % kLanes * kPerChunk;
+  for (int first = 0; first < kColumns; first += kDeltaLanes * kPerChunk) {
+    const int column = first + lane_id() % kDeltaLanes * kPerChunk;
     if (column >= columns) break;
     Chunk a[kRows], b[kRows];
 #pragma unroll
@@ -35,7 +38,7 @@ __device__ __forceinline__ void row_products(float (&sums)[kRows], const Element
     for (int r = 0; r < kRows; ++r) sums[r] += chunk_product<Element>(a[r], b[r]);
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) sums[r] = group_sum<kLanes>(sums[r]);
+  for (int r = 0; r < kRows; ++r) sums[r] = group_sum<kDeltaLanes>(sums[r]);
 }
 
 // delta of the row that lies at `index` in lse's layout. lse's own gradient is subtracted; a row without keys has none,
@@ -46,9 +49,6 @@ __device__ __forceinline__ float store_delta(const AttentionParams& params, int6
   params.delta[index] = delta;
   return delta;
 }
-
-// Lanes that share a row.
-constexpr int kDeltaLanes = 8;
 
 // The deltas of `rows` rows that begin at dout and out, and at `first` in lse's layout; `count` of them exist. Each is computed by
 // eight of the block's lanes, kRows at a time, and told once: note(row, lse, delta), -inf and 0 of a row that does not exist.
@@ -63,9 +63,9 @@ __device__ __forceinline__ void compute_deltas(const AttentionParams& params, co
     const bool exists = mine < kRows && row < min(rows, count);
     const float lse = exists ? params.lse[first + row] : bits_float(0xff800000u);  // -inf
     float products[kRows];
-    row_products<Config::kVector, kDeltaLanes, Config::kHeadDimV>(products, dout + start * params.dout.row_stride,
-                                                                  params.dout.row_stride, out + start * params.out.row_stride,
-                                                                  params.out.row_stride, kStep, count - start, params.head_dim_v);
+    row_products<Config::kVector, Config::kHeadDimV>(products, dout + start * params.dout.row_stride, params.dout.row_stride,
+                                                     out + start * params.out.row_stride, params.out.row_stride, kStep,
+                                                     count - start, params.head_dim_v);
     float product = products[0];
 #pragma unroll
     for (int r = 1; r < kRows; ++r) product = mine == r ? products[r] : product;

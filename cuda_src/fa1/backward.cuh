@@ -94,7 +94,8 @@ class Fa1Backward {
       const Element* dout = seqlen_.template rows<Element>(params_.dout, seqlen_.first_q, head);
       const Element* out = seqlen_.template rows<Element>(params_.out, seqlen_.first_q, head);
       const int64 number = seqlen_.batch * params_.lse_batch_stride + head * params_.lse_head_stride + seqlen_.first_q;
-      compute_deltas<Config, 4>(params_, dout, out, number, seqlen_.seqlen_q, seqlen_.seqlen_q, [](int, float, float) {});
+      compute_deltas<Config, kDeltaRows>(params_, dout, out, number, seqlen_.seqlen_q, seqlen_.seqlen_q,
+                                         [](int, float, float) {});
     }
     sync_threads();
   }

@@ -161,8 +161,10 @@ __device__ __forceinline__ void backward_tile(const AttentionParams& params, con
     sync_threads();  // the row block has come (of one stage: its q), and every warp has left the one before
     const RowStep next = walk.next();
     if constexpr (!kOneStage) {
-      if (next.exists()) load.q_and_lse(next, (stage + 1) % Config::kStages);
-      if (next.exists()) load.dout_and_delta(next, (stage + 1) % Config::kStages);
+      if (next.exists()) {
+        load.q_and_lse(next, (stage + 1) % Config::kStages);
+        load.dout_and_delta(next, (stage + 1) % Config::kStages);
+      }
       copy_async_commit();
     }
 

@@ -18,7 +18,7 @@ namespace hfc {
 template <typename Config>
 __device__ __forceinline__ void fa2_backward_prepare(const AttentionParams& params) {
   using Element = typename Config::Element;
-  constexpr int kRows = max(1, min(4, Config::kBlockM * kDeltaLanes / (Config::kNumWarps * kWarpSize)));
+  constexpr int kRows = max(1, min(kDeltaRows, Config::kBlockM * kDeltaLanes / (Config::kNumWarps * kWarpSize)));
   const WorkTile work = row_work_tile<Config>(params);
   if (work.m_block < 0) return;
   const SeqlenInfo seqlen(params, work.entry);

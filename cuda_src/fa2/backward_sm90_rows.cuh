@@ -60,10 +60,10 @@ __device__ __forceinline__ void fa2_backward_sm90_prepare(const BackwardSm90Para
   const Element* out = seqlen.template rows<Element>(params.out, first_row, work.head);
   const int64 statistics = work.entry * params.lse_batch_stride + work.head * params.lse_head_stride + first_row;
   bool some_large = false;
-  compute_deltas<Config, 4>(params, dout, out, statistics, Config::kBlockM, params.seqlen_q - first_row,
-                            [&](int row, float lse, float delta) {
-                              some_large |= note_row<Config>(params, starts, row, statistics + row, lse, delta);
-                            });
+  compute_deltas<Config, kDeltaRows>(params, dout, out, statistics, Config::kBlockM, params.seqlen_q - first_row,
+                                     [&](int row, float lse, float delta) {
+                                       some_large |= note_row<Config>(params, starts, row, statistics + row, lse, delta);
+                                     });
   some_large = warp_any(some_large);
   if (lane_id() == 0) starts[Statistics::kLarge / 4 + warp_id()] = bits_float(some_large);
 }
