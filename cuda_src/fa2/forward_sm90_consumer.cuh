@@ -20,8 +20,11 @@ class ForwardConsumer {
   using TileQ = typename Traits::TileQ;
   using TileK = typename Traits::TileK;
   using TileV = typename Traits::TileV;
-  // Every block of a mask may hide something; and who asks for ALiBi with softcap or a window waits less long for the compiler.
-  static constexpr bool kAlwaysMasked = Config::kMask || (Config::kAlibi && (Config::kSoftcap || Config::kLeft));
+  // Whether a step asks for each block if it hides keys. Plain causal rows know by where it lies in the walk, and have two steps, one
+  // of which hides beside the output: the blocks that they see in part may be most of theirs. For all others that would take the
+  // compiler half a second more.
+  static constexpr bool kChanged = Config::kSoftcap || Config::kAlibi || !Config::kPositiveScale;
+  static constexpr bool kAsks = Traits::kHoles || Config::kLeft || (Config::kCausal && (Config::kVarlen || kChanged));
 
  public:
   __device__ __forceinline__ ForwardConsumer(const ForwardSm90Params& params, const Traits& shared, int warpgroup)
@@ -108,13 +111,8 @@ class ForwardConsumer {
     softmax_.start(probabilities_, scores_, scale);
     clear(out_);
     --block_;
-    if constexpr (kAlwaysMasked) {
-      for (; block_ >= blocks.first; --block_) step<true>(tile);
-    } else if constexpr (Traits::kHoles || Config::kLeft) {
-      while (block_ >= blocks.first) {
-        for (; block_ >= blocks.first && !blocks.whole(block_); --block_) step<true>(tile);
-        for (; block_ >= blocks.first && blocks.whole(block_); --block_) step<false>(tile);
-      }
+    if constexpr (kAsks) {
+      for (; block_ >= blocks.first; --block_) step<Config::kMask>(tile, !blocks.whole(block_));
     } else {
       if constexpr (Config::kCausal)
         for (; block_ >= max(blocks.whole_end, 0); --block_) step<true>(tile);
@@ -122,23 +120,24 @@ class ForwardConsumer {
     }
   }
 
-  // Scores of block_ beside the output of the block after it, then block_'s softmax.
+  // Scores of block_ beside the output of the block after it, then block_'s softmax. kMasked, `hides`: some keys may be hidden.
   template <bool kMasked>
-  __device__ __forceinline__ void step(const Tile& tile) {
+  __device__ __forceinline__ void step(const Tile& tile, bool hides = kMasked) {
     mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
     mbarrier_wait(shared_.v_loaded(v_.slot()), v_.parity());  // here, not in between: a divergent loop there serialises wgmma
     multiply_both();
     release_k();
     const float scale = modify(tile);
-    if constexpr (kMasked && Traits::kHoles) {
-      wait_out();  // the registers of the probabilities are wanted
+    if constexpr (kMasked) {
+      if constexpr (Config::kMask) wait_out();  // the registers of the probabilities are wanted
       hide_keys(tile);
-      softmax_.update_masked(probabilities_, scores_, out_, scale, [] {});
-    } else if constexpr (kMasked) {
-      hide_keys(tile);
-      softmax_.update_masked(probabilities_, scores_, out_, scale, [&] { wait_out(); });
+      softmax_.update_masked(probabilities_, scores_, out_, scale, [&] {
+        if constexpr (!Config::kMask) wait_out();  // hiding lies beside the output
+      });
     } else {
+      if (!Traits::kHoles && hides) hide_keys(tile);
       wait_out();
+      if (Traits::kHoles && hides) hide_keys(tile);
       softmax_.update(probabilities_, scores_, out_, scale);
     }
     if (Config::kFused && storing_) {
