@@ -63,13 +63,17 @@ __device__ __forceinline__ void clear_hidden(Tile tile, const BackwardSm90Params
 }
 
 // What k and v hold for keys that no row sees becomes 0 where it is not finite, or so large that a product might not be: neither a
-// score that starts from -inf nor a factor of 0 removes that. One of the warpgroups looks at k, the other at v.
+// score that starts from -inf nor a factor of 0 removes that. One of the warpgroups looks at k, the other at v. With kSharesKeys the
+// zeros that the first gives the second for a dS before the first one also say that k is done.
 template <typename Config>
 __device__ __forceinline__ void clear_hidden_keys(const BackwardSm90Params& launch, const BackwardSm90Traits<Config>& shared,
                                                   int warpgroup) {
   const WorkTile keys = key_work_tile(launch.attention, in_place(block_id()));
   clear_hidden<Config>(warpgroup == 0 ? shared.k() : shared.v(), launch, keys);
-  named_barrier_sync(1, shared.kWarpgroups * kWarpgroupSize);
+  if constexpr (BackwardSm90Traits<Config>::kSharesKeys)
+    named_barrier_sync(1 + warpgroup, kWarpgroupSize);
+  else
+    named_barrier_sync(1, shared.kWarpgroups * kWarpgroupSize);
 }
 
 }  // namespace hfc

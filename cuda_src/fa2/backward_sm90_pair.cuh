@@ -38,7 +38,6 @@ class BackwardPairConsumer : BackwardWarpgroup<Config> {
 
   __device__ __forceinline__ void run() {
     clear(sums_);
-    if constexpr (!kHasScores) share_zeros();
     mbarrier_wait(shared_.k_loaded(), 0);
     if (!Config::kIntervals || rows_.count() > 0) walk();  // the last row sees all keys, where only the diagonal hides any
     store();
@@ -48,9 +47,13 @@ class BackwardPairConsumer : BackwardWarpgroup<Config> {
   __device__ __forceinline__ void walk() {
     if constexpr (!kHasScores) mbarrier_wait(shared_.v_loaded(), 0);
     if constexpr (Config::kIntervals) clear_hidden_keys<Config>(launch_, shared_, warpgroup_);
+    if constexpr (kHasScores) share_zeros();  // the second multiplies them, and thereby k, when they are there
     await_rows();
     for (int left = rows_.count(); left > 0; --left) step(left > 1);
     finish_dq();
+    const int last = ds_slots_.slot();
+    release(shared_.ds_read(last));
+    if constexpr (!kHasScores) mbarrier_wait(shared_.ds_read(last), ds_slots_.parity());
   }
 
   __device__ __forceinline__ void step(bool more) {
@@ -144,9 +147,8 @@ class BackwardPairConsumer : BackwardWarpgroup<Config> {
     await_q();
   }
 
-  // dv or dk by way of the place of v or k, which both warpgroups have left then: line 18.
+  // dv or dk by way of the place of v or k: line 18. Nobody reads v since the last dS was written, nor k since it was read.
   __device__ __forceinline__ void store() {
-    named_barrier_sync(1, Traits::kWarpgroups * kWarpgroupSize);
     const int row = in_place(thread_id()) % kWarpgroupSize / kWarpSize * 16;  // of the warp
     if constexpr (!kHasScores && !kScalesDs<Element>) {
       const float scale = params_.softmax_scale;
