@@ -112,7 +112,7 @@ class ForwardConsumer {
     clear(out_);
     --block_;
     if constexpr (kAsks) {
-      for (; block_ >= blocks.first; --block_) step<Config::kMask>(tile, !blocks.whole(block_));
+      for (; block_ >= blocks.first; --block_) step<Config::kMask>(tile, Config::kMask || !blocks.whole(block_));
     } else {
       if constexpr (Config::kCausal)
         for (; block_ >= max(blocks.whole_end, 0); --block_) step<true>(tile);
@@ -120,7 +120,8 @@ class ForwardConsumer {
     }
   }
 
-  // Scores of block_ beside the output of the block after it, then block_'s softmax. kMasked, `hides`: some keys may be hidden.
+  // Scores of block_ beside the output of the block after it, then block_'s softmax. `hides`: from some rows some of its keys.
+  // kMasked: from many, so that maxima are looked at first.
   template <bool kMasked>
   __device__ __forceinline__ void step(const Tile& tile, bool hides = kMasked) {
     mbarrier_wait(shared_.k_loaded(k_.slot()), k_.parity());
@@ -128,16 +129,16 @@ class ForwardConsumer {
     multiply_both();
     release_k();
     const float scale = modify(tile);
+    constexpr bool kBeside = !Traits::kHoles;  // hiding, unless it wants the registers of the probabilities
+    const auto ready = [&] {
+      if constexpr (kBeside) wait_out();
+    };
+    if constexpr (!kBeside) wait_out();
+    if (hides) hide_keys(tile);
     if constexpr (kMasked) {
-      if constexpr (Config::kMask) wait_out();  // the registers of the probabilities are wanted
-      hide_keys(tile);
-      softmax_.update_masked(probabilities_, scores_, out_, scale, [&] {
-        if constexpr (!Config::kMask) wait_out();  // hiding lies beside the output
-      });
+      softmax_.update_masked(probabilities_, scores_, out_, scale, ready);
     } else {
-      if (!Traits::kHoles && hides) hide_keys(tile);
-      wait_out();
-      if (Traits::kHoles && hides) hide_keys(tile);
+      ready();
       softmax_.update(probabilities_, scores_, out_, scale);
     }
     if (Config::kFused && storing_) {

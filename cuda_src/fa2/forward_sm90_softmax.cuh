@@ -62,7 +62,7 @@ struct StaleSoftmax {
     sum[1] += block_sum[1];
   }
 
-  // A block that every row sees whole.
+  // A block that most rows see whole, or after which their references will stay all the same. Hidden scores count nothing.
   template <int kNV>
   __device__ __forceinline__ void update(Probabilities& p, Scores& scores, float (&out)[1][kNV][4], float scale) {
     float block_sum[2];

@@ -49,6 +49,29 @@ def test_products_stand_in_runs(compiled: compiler.CompiledUnit, tmp_path: Path)
     assert min(runs) >= 4
 
 
+@pytest.mark.parametrize(
+    ("features", "window", "steps"),
+    [
+        ({}, (-1, -1), 1),
+        ({}, (-1, 0), 2),
+        ({"softcap": True}, (-1, 0), 1),
+        ({"varlen": True}, (-1, 0), 1),
+        ({}, (1023, 0), 1),
+        ({"intervals": True}, (-1, 0), 1),
+    ],
+)
+def test_a_step_is_compiled_once_but_for_plain_causal_rows(
+    features: dict[str, Any], window: tuple[int, int], steps: int
+) -> None:
+    """A second copy is half a second of compilation."""
+    config = sm90.select(problem(256, **features), geometry(256, window=window))
+    assert config is not None
+    ptx = compiler.compile_cubin(source.generate_source(config), config.name, compiler.Target("90a", "ptx")).cubin
+    scores, outputs = 256 // 16, config.tile.block_n // 16  # products of a block
+    # Beside the steps: the first scores of a tile, and its last output.
+    assert str(ptx).count("wgmma.mma_async") == (steps + 1) * (scores + outputs)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head_dim", "built"), [(48, 64), (72, 96), (80, 96), (112, 128), (160, 192), (256, 256)])
 def test_served(head_dim: int, built: int, causal: bool) -> None:
