@@ -21,7 +21,7 @@ class ForwardConsumer {
   using TileK = typename Traits::TileK;
   using TileV = typename Traits::TileV;
   // Whether a step asks for each block if it hides keys. Plain causal rows know by where it lies in the walk, and have two steps, one
-  // of which hides beside the output: the blocks that they see in part may be most of theirs. For all others that would take the
+  // of which looks at maxima first: the blocks that they see in part may be most of theirs. For all others that would take the
   // compiler half a second more.
   static constexpr bool kChanged = Config::kSoftcap || Config::kAlibi || !Config::kPositiveScale;
   static constexpr bool kAsks = Traits::kHoles || Config::kLeft || (Config::kCausal && (Config::kVarlen || kChanged));

@@ -69,7 +69,7 @@ def test_a_step_is_compiled_once_but_for_plain_causal_rows(
     ptx = compiler.compile_cubin(source.generate_source(config), config.name, compiler.Target("90a", "ptx")).cubin
     scores, outputs = 256 // 16, config.tile.block_n // 16  # products of a block
     # Beside the steps: the first scores of a tile, and its last output.
-    assert str(ptx).count("wgmma.mma_async") == (steps + 1) * (scores + outputs)
+    assert ptx.count(b"wgmma.mma_async") == (steps + 1) * (scores + outputs)
 
 
 @pytest.mark.parametrize("causal", [False, True])
